@@ -1,0 +1,144 @@
+"""`KVStoreConnector`: vLLM's OffloadingConnector over the kvstore daemon.
+
+The stock connector keeps block tables, chunk keys, fencing, preemption and the counting of ranks. Added here are the
+start-up checks, failed loads, and the workers' reports to the scheduler.
+
+A failed load is always computed again, whatever `kv_load_failure_policy` says: its default is to fail the request, and
+a fault of the cache must never cost an answer.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any, Final
+
+from engine_plugin.vllm import SPEC, compat
+
+compat.require_supported()
+
+from vllm.config import VllmConfig  # noqa: E402
+from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole  # noqa: E402
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # noqa: E402
+    KVConnectorMetadata,
+    KVConnectorTransferResults,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata  # noqa: E402
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector  # noqa: E402
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, UniformTypeKVCacheSpecs  # noqa: E402
+
+from engine_plugin.vllm.guard import guarded, nothing  # noqa: E402
+from engine_plugin.vllm.manager import KVStoreManager  # noqa: E402
+from engine_plugin.vllm.messages import KVStoreWorkerMetadata, WorkerReport  # noqa: E402
+from engine_plugin.vllm.naming import facts_of  # noqa: E402
+from engine_plugin.vllm.spec import engine_facts  # noqa: E402
+from engine_plugin.vllm.worker import KVStoreWorker  # noqa: E402
+from kvstore.errors import ConfigError  # noqa: E402
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import KVConnectorOutput
+
+#: What a step that has nothing to compute leaves to other threads while a request waits for its lookup.
+GIVE_WAY_S: Final = 0.0005
+
+
+class KVStoreConnector(OffloadingConnector):
+    """See the module. vLLM creates one in the scheduler process and one in each worker process.
+
+    Raises:
+        UnsupportedEngine: another vLLM than this plugin works with.
+        ConfigError: a setting is wrong or this engine cannot be served; the message says what to change.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        transfer = vllm_config.kv_transfer_config
+        assert transfer is not None
+        transfer.kv_load_failure_policy = "recompute"  # read by the scheduler right after this constructor
+        _use_own_spec(transfer.kv_connector_extra_config)
+        _refuse_other_attention(kv_cache_config)
+        self.hook_errors: Counter[str] = Counter()
+        with engine_facts(facts_of(vllm_config)):
+            super().__init__(vllm_config, role, kv_cache_config)
+
+    @property
+    def _manager(self) -> KVStoreManager:
+        assert self.connector_scheduler is not None and isinstance(self.connector_scheduler.manager, KVStoreManager)
+        return self.connector_scheduler.manager
+
+    @property
+    def _worker(self) -> KVStoreWorker:
+        assert self.connector_worker is not None and isinstance(self.connector_worker.worker, KVStoreWorker)
+        return self.connector_worker.worker
+
+    # -- worker process ------------------------------------------------------------------------------------------------
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        results = super().get_transfer_results(finished_req_ids)
+        results.failed_recving |= self._worker.take_failed_loads() & results.finished_recving
+        return results
+
+    def build_connector_worker_meta(self) -> OffloadingWorkerMetadata | None:
+        stock = super().build_connector_worker_meta()
+        report = self._take_report() if self.connector_worker is not None else None
+        if not report:
+            return stock
+        stock = stock or OffloadingWorkerMetadata()
+        return KVStoreWorkerMetadata(stock.completed_jobs, stock.transfer_stats, report)
+
+    @guarded(nothing)
+    def _take_report(self) -> WorkerReport:
+        report = self._worker.take_report()
+        report.hook_errors.update(self.hook_errors)
+        self.hook_errors.clear()
+        return report
+
+    # -- scheduler process ---------------------------------------------------------------------------------------------
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        meta = super().build_connector_meta(scheduler_output)
+        if scheduler_output.total_num_scheduled_tokens == 0 and self._manager.waiting():
+            # Nothing to compute, and the engine would ask again at once. In an engine that shares its process with the
+            # scheduler that loop keeps the interpreter from the very thread that fetches the answer (vLLM's own loop
+            # sleeps 1 ms here, but only in its separate process). This gives way for half a millisecond or until an
+            # answer is in; it does not wait for the daemon, and no request could run meanwhile.
+            self._manager.give_way(GIVE_WAY_S)
+        return meta
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        meta = connector_output.kv_connector_worker_meta
+        if isinstance(meta, KVStoreWorkerMetadata):
+            self._manager.on_report(meta.report)
+        if connector_output.failed_recving:
+            self._manager.on_loads_failed(connector_output.failed_recving)
+        super().update_connector_output(connector_output)
+
+    # -- front end -----------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def build_prom_metrics(cls, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> Any:
+        transfer = vllm_config.kv_transfer_config
+        assert transfer is not None
+        _use_own_spec(transfer.kv_connector_extra_config)
+        return super().build_prom_metrics(vllm_config, *args, **kwargs)
+
+
+def _use_own_spec(extra: dict[str, Any]) -> None:
+    """Has vLLM's factory build our spec, so that the user does not have to name it."""
+    named = extra.setdefault("spec_name", SPEC)
+    if named != SPEC:
+        raise ConfigError(
+            f"KVStoreConnector brings its own spec: remove 'spec_name': {named!r}, or use OffloadingConnector"
+        )
+
+
+def _refuse_other_attention(kv_cache_config: KVCacheConfig) -> None:
+    """Sliding windows and recurrent states are looked up from the end of a prefix, which is not done so far."""
+    for group in kv_cache_config.kv_cache_groups:
+        spec = group.kv_cache_spec
+        parts = spec.kv_cache_specs.values() if isinstance(spec, UniformTypeKVCacheSpecs) else (spec,)
+        other = {type(part).__name__ for part in parts if not isinstance(part, FullAttentionSpec)}
+        if other:
+            raise ConfigError(
+                f"kvstore cannot serve this model so far: its KV cache holds {', '.join(sorted(other))}, and only full "
+                "attention works; run it without kv_connector"
+            )

@@ -1,0 +1,470 @@
+"""The scheduler's line to the daemon: one background thread, so that the scheduler thread never waits on anybody.
+
+The scheduler hands in work and collects results; every method but `close` returns at once. What the thread does in a
+turn, in this order, since loads go before stores at every queue:
+
+    flush       a reset of the engine's caches; nothing is promised until it has succeeded
+    queries     one Acquire for all that the last step asked (hit and pin in one step); the slots that the misses will
+                need are reserved before the answer is given, so that the stores of the very next step find them
+    commits     one call per store, in prefix order
+    aborts      slots back, also those whose commit got no answer
+    releases    pins back
+    stock       empty slots topped up, or returned when nothing was stored for a while
+
+Knows nothing of vLLM.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final, Protocol
+
+import numpy as np
+
+from engine_plugin.vllm.guard import limited_log
+from kvstore.errors import (
+    DaemonUnavailable,
+    DeadlineExceeded,
+    Draining,
+    KVStoreError,
+    RetryLater,
+    StaleGeneration,
+)
+
+log = logging.getLogger("vllm.kvstore")
+
+#: After a verdict that did not come in time, lookups are misses for this long before the next one may try.
+BREAK_S: Final = 1.0
+#: A stock that no store has drawn on for this long goes back to the pool.
+STOCK_IDLE_S: Final = 5.0
+#: Empty slots kept while the engine stores, for blocks that no lookup announces (such as generated tokens).
+STOCK_BASE: Final = 4
+_TICK_S: Final = 0.5
+_KEYS_PER_CALL_MAX: Final = 16_384
+
+
+class Grant(Protocol):
+    """What `Client.acquire` answers per query."""
+
+    generation: bytes
+    offsets: np.ndarray
+    epochs: np.ndarray
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Query:
+    """One request's question.
+
+    Attributes:
+        hashes: Block hashes in prefix order.
+        deadline: Monotonic time after which nobody wants the answer.
+        pin: Acquire what is there; False: only count it (an engine that stores but does not load).
+    """
+
+    hashes: Sequence[bytes]
+    deadline: float
+    pin: bool = True
+    kv_group: int = 0
+
+
+@dataclasses.dataclass(slots=True)
+class Reply:
+    """The answer to a query.
+
+    Attributes:
+        lease: What is pinned; None where nothing is.
+        available: Length of the leading run that is there.
+        problem: Why there is no answer; empty if there is one.
+    """
+
+    query: Query
+    lease: Any = None
+    available: int = 0
+    problem: str = ""
+
+
+@dataclasses.dataclass(slots=True)
+class Slots:
+    """Empty slots taken from the stock, of one generation."""
+
+    generation: bytes
+    offsets: np.ndarray
+    epochs: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.offsets)
+
+
+@dataclasses.dataclass(slots=True)
+class Commit:
+    """Filled slots to be published under keys that follow one another."""
+
+    generation: bytes
+    offsets: np.ndarray
+    hashes: Sequence[bytes]
+    parent: bytes | None
+    kv_group: int = 0
+    done: Callable[[np.ndarray], None] | None = None
+
+
+@dataclasses.dataclass(slots=True)
+class _Work:
+    flush: bool = False
+    queries: list[Query] = dataclasses.field(default_factory=list)
+    commits: list[Commit] = dataclasses.field(default_factory=list)
+    aborts: list[tuple[bytes, np.ndarray]] = dataclasses.field(default_factory=list)
+    releases: list[Any] = dataclasses.field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.flush or self.queries or self.commits or self.aborts or self.releases)
+
+
+class DaemonLink:
+    """See the module.
+
+    Threads: all methods are for the scheduler thread, but `_run` and what it calls, which is the link's own thread.
+    `_lock` guards the fields that both touch.
+
+    Attributes:
+        counts: Events by (metric, label), for the manager's metrics. Taken with `take_counts`.
+    """
+
+    def __init__(self, client: Any, *, stock_max: int, now: Callable[[], float] = time.monotonic) -> None:
+        self._client = client
+        self._stock_max = stock_max
+        self._now = now
+        self._lock = threading.Lock()
+        self._wake = threading.Condition(self._lock)
+        self._answered = threading.Event()
+        self._work = _Work()
+        self._retry: list[tuple[bytes, np.ndarray]] = []  # owned by the thread: aborts that got no answer
+        self._replies: deque[Reply] = deque()
+        self._stock: deque[tuple[int, int]] = deque()  # (offset, epoch), all of _stock_generation
+        self._stock_generation: bytes = b""
+        self._demand = 0  # slots that announced stores have not taken so far
+        self._stock_used_at = -STOCK_IDLE_S
+        self._stock_retry_at = 0.0
+        self._broken_until = 0.0
+        self._flushing = False
+        self._stop = False
+        self._was_attached: bool | None = None
+        self._counts: Counter[tuple[str, str]] = Counter()
+        self._thread = threading.Thread(target=self._run, name="kvstore-link", daemon=True)
+        self._thread.start()
+
+    # -- scheduler thread ----------------------------------------------------------------------------------------------
+
+    @property
+    def attached(self) -> bool:
+        """Whether the daemon knows this engine now."""
+        return bool(self._client.attached)
+
+    def why_not(self) -> str:
+        """Why no lookup can be asked now; empty if it can."""
+        if not self._client.attached:
+            return "unavailable"
+        if self._flushing:
+            return "flushing"
+        return "silent" if self._now() < self._broken_until else ""
+
+    def ask(self, queries: list[Query]) -> None:
+        """Ships the questions of a step as one batch. Each gets one reply, unless the link is closed."""
+        with self._lock:
+            self._answered.clear()
+            self._work.queries += queries
+            self._wake.notify()
+
+    def replies(self) -> list[Reply]:
+        """Takes the replies that have come in."""
+        found = []
+        while self._replies:
+            found.append(self._replies.popleft())
+        return found
+
+    def wait_answer(self, timeout_s: float) -> None:
+        """Gives the interpreter to other threads until a reply comes in or a very short time is over."""
+        self._answered.wait(timeout_s)
+
+    def note_silence(self) -> None:
+        """A reply did not come in time: answer misses for a while instead of waiting again."""
+        self._broken_until = self._now() + BREAK_S
+
+    def take_slots(self, count: int) -> Slots:
+        """Takes up to `count` empty slots from the stock; the thread tops it up behind."""
+        with self._lock:
+            self._stock_used_at = self._now()
+            taken = [self._stock.popleft() for _ in range(min(count, len(self._stock)))]
+            self._demand = max(0, self._demand - count)
+            self._wake.notify()
+            generation = self._stock_generation
+        return Slots(
+            generation,
+            np.fromiter((offset for offset, _ in taken), np.uint64, len(taken)),
+            np.fromiter((epoch for _, epoch in taken), np.uint32, len(taken)),
+        )
+
+    def commit(self, commit: Commit) -> None:
+        """Publishes filled slots behind."""
+        with self._lock:
+            self._work.commits.append(commit)
+            self._wake.notify()
+
+    def abort(self, generation: bytes, offsets: np.ndarray) -> None:
+        """Returns slots behind. No worker may still write into them."""
+        if len(offsets):
+            with self._lock:
+                self._work.aborts.append((generation, offsets))
+                self._wake.notify()
+
+    def release(self, leases: Iterable[Any]) -> None:
+        """Gives pins back behind."""
+        with self._lock:
+            self._work.releases += leases
+            self._wake.notify()
+
+    def flush(self) -> None:
+        """Forgets every block of the namespace, and what waits to be published. Until that has succeeded nothing can
+        be asked.
+        """
+        with self._lock:
+            self._work.aborts += [(commit.generation, commit.offsets) for commit in self._work.commits]
+            self._work.commits.clear()
+            self._flushing = True
+            self._work.flush = True
+            self._wake.notify()
+
+    def take_counts(self) -> Counter[tuple[str, str]]:
+        """Events since the last call."""
+        with self._lock:
+            counts, self._counts = self._counts, Counter()
+        return counts
+
+    def close(self, timeout_s: float = 3.0) -> None:
+        """Gives everything back and detaches. Bounded; what could not be given back goes with the session."""
+        with self._lock:
+            self._stop = True
+            self._wake.notify()
+        self._thread.join(timeout_s)
+        with contextlib.suppress(Exception):
+            self._client.close()
+
+    # -- the link's own thread -----------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                if not (self._work or self._stop or self._stock_due()):
+                    self._wake.wait(_TICK_S)
+                work, self._work = self._work, _Work()
+                stop = self._stop
+            try:
+                self._turn(work, stop)
+            except Exception:  # a defect here must not end the thread: misses would never end
+                limited_log("link turn", logging.ERROR, "kvstore: the link's turn failed", exc_info=True)
+            if stop:
+                return
+
+    def _turn(self, work: _Work, stop: bool) -> None:
+        self._note_attachment()
+        if work.flush:
+            self._do_flush()
+        if work.queries:
+            self._do_queries(work.queries)
+        for commit in work.commits:
+            self._do_commit(commit)
+        if stop:
+            with self._lock:
+                if self._stock:
+                    work.aborts.append(self._drain_stock())
+        aborts, self._retry = self._retry + work.aborts, []
+        for generation, offsets in aborts:
+            self._do_abort(generation, offsets)
+        if work.releases:
+            self._do_release(work.releases)
+        if not stop:
+            self._do_stock()
+
+    def _note_attachment(self) -> None:
+        attached = bool(self._client.attached)
+        if attached != self._was_attached:
+            if attached:
+                log.info("kvstore: attached to the daemon")
+            elif self._was_attached:
+                log.warning("kvstore: the daemon is gone; going on without the cache until it is back")
+            self._was_attached = attached
+
+    def _do_flush(self) -> None:
+        problem = self._call("flush", self._client.flush)[1]
+        with self._lock:
+            self._flushing = self._work.flush = bool(problem)  # nothing is promised until it has worked
+        if problem:
+            time.sleep(_TICK_S)
+
+    def _do_queries(self, queries: list[Query]) -> None:
+        now = self._now()
+        wanted = [query for query in queries if query.deadline > now]
+        self._answer([Reply(query, problem="expired") for query in queries if query.deadline <= now])
+        batch: list[Query] = []
+        keys = 0
+        for query in wanted:
+            if batch and keys + len(query.hashes) > _KEYS_PER_CALL_MAX:
+                self._do_batch(batch)
+                batch, keys = [], 0
+            batch.append(query)
+            keys += len(query.hashes)
+        if batch:
+            self._do_batch(batch)
+
+    def _do_batch(self, batch: list[Query]) -> None:
+        pinned = [query for query in batch if query.pin]
+        replies = []
+        if pinned:
+            leases, problem = self._call(
+                "acquire", self._client.acquire, [(query.kv_group, query.hashes) for query in pinned]
+            )
+            if problem:
+                replies += [Reply(query, problem=problem) for query in pinned]
+            else:
+                replies += [
+                    Reply(query, lease if len(lease.offsets) else None, len(lease.offsets))
+                    for query, lease in zip(pinned, leases, strict=True)
+                ]
+        for query in batch:
+            if not query.pin:
+                available, problem = self._call("lookup", self._client.lookup, query.hashes)
+                replies.append(Reply(query, None, int(available or 0), problem))
+        missing = sum(len(reply.query.hashes) - reply.available for reply in replies if not reply.problem)
+        if missing:
+            with self._lock:
+                self._demand += missing
+                self._stock_used_at = self._now()
+            self._do_stock()
+        self._answer(replies)
+
+    def _answer(self, replies: list[Reply]) -> None:
+        if replies:
+            if not all(reply.problem for reply in replies):
+                self._broken_until = 0.0
+            self._replies.extend(replies)
+            self._answered.set()
+
+    def _do_commit(self, commit: Commit) -> None:
+        arguments = (commit.generation, commit.offsets, commit.hashes)
+        outcomes, problem = self._call(
+            "commit", self._client.commit, *arguments, kv_group=commit.kv_group, parent=commit.parent
+        )
+        if problem:
+            self._count("not_published", problem, len(commit.offsets))
+            if problem != "stale":
+                # It may have been done: the daemon ignores an abort of what is published.
+                self._retry.append((commit.generation, commit.offsets))
+        elif commit.done is not None:
+            commit.done(outcomes)
+        if not problem:
+            stored, exists = int((outcomes == 1).sum()), int((outcomes == 2).sum())
+            self._count("published", "stored", stored)
+            self._count("published", "exists", exists)
+            self._count("not_published", "not_reserved", len(outcomes) - stored - exists)
+
+    def _do_abort(self, generation: bytes, offsets: np.ndarray) -> None:
+        if generation != self._client.generation:
+            return  # the pool is gone, or the session is: then the daemon takes them back itself
+        problem = self._call("abort", self._client.abort, generation, offsets)[1]
+        if problem in ("deadline", "draining"):
+            self._retry.append((generation, offsets))
+
+    def _do_release(self, leases: list[Any]) -> None:
+        problem = self._call("release", self._client.release, leases)[1]
+        if problem in ("deadline", "draining"):
+            with self._lock:
+                self._work.releases += leases
+
+    # -- stock ---------------------------------------------------------------------------------------------------------
+
+    def _stock_short(self) -> int:
+        """With the lock. How many slots the stock lacks now; negative: how many it has too many."""
+        if self._now() - self._stock_used_at > STOCK_IDLE_S:
+            self._demand = 0
+            return -len(self._stock)
+        return min(self._stock_max, self._demand + STOCK_BASE) - len(self._stock)
+
+    def _stock_due(self) -> bool:
+        """With the lock. Whether the thread has something to do for the stock before the next tick."""
+        return self._stock_short() > 0 and bool(self._client.attached) and self._now() >= self._stock_retry_at
+
+    def _drain_stock(self) -> tuple[bytes, np.ndarray]:
+        """With the lock. Takes the whole stock out, to be returned."""
+        offsets = np.fromiter((offset for offset, _ in self._stock), np.uint64, len(self._stock))
+        self._stock.clear()
+        return self._stock_generation, offsets
+
+    def _do_stock(self) -> None:
+        """Tops the stock up, or returns it where nothing was stored for a while."""
+        if not self._client.attached:
+            return
+        generation = self._client.generation
+        surplus = None
+        with self._lock:
+            if self._stock_generation != generation:
+                self._stock.clear()  # slots of a pool that is gone
+                self._stock_generation = generation or b""
+            count = self._stock_short()
+            if count < 0 and self._now() - self._stock_used_at > STOCK_IDLE_S:
+                surplus = self._drain_stock()
+            if self._now() < self._stock_retry_at:
+                count = 0
+        if surplus is not None:
+            self._do_abort(*surplus)
+        if count <= 0:
+            return
+        reservation, problem = self._call("reserve", self._client.reserve, count)
+        short = bool(problem) or len(reservation.offsets) < count
+        # A pool that is full or silent is asked again after a moment, not in a loop.
+        self._stock_retry_at = self._now() + _TICK_S if short else 0.0
+        if problem:
+            return
+        with self._lock:
+            if reservation.generation != self._stock_generation:
+                self._stock.clear()
+                self._stock_generation = reservation.generation
+            self._stock.extend(zip(reservation.offsets.tolist(), reservation.epochs.tolist(), strict=True))
+        if short:
+            self._count("shortfall", str(reservation.shortfall), count - len(reservation.offsets))
+
+    # -- calls ---------------------------------------------------------------------------------------------------------
+
+    def _call(self, name: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, str]:
+        """Result and problem of a call; the problem is empty if there is a result."""
+        try:
+            return call(*args, **kwargs), ""
+        except KVStoreError as error:
+            problem = _problem_of(error)
+            if problem == "refused":
+                limited_log(f"refused {name}", logging.WARNING, "kvstore: the daemon refused %s: %s", name, error)
+        except Exception:
+            problem = "error"
+            limited_log(f"call {name}", logging.ERROR, "kvstore: %s failed", name, exc_info=True)
+        self._count("calls_failed", problem)
+        return None, problem
+
+    def _count(self, metric: str, label: str, amount: int = 1) -> None:
+        if amount:
+            with self._lock:
+                self._counts[metric, label] += amount
+
+
+def _problem_of(error: KVStoreError) -> str:
+    kinds = (
+        (DaemonUnavailable, "unavailable"),
+        (DeadlineExceeded, "deadline"),
+        (StaleGeneration, "stale"),
+        (Draining, "draining"),
+        (RetryLater, "later"),
+    )
+    return next((name for kind, name in kinds if isinstance(error, kind)), "refused")

@@ -1,0 +1,299 @@
+"""Lookups of the engine's requests: asked, answered, pinned, given back.
+
+A request's life here::
+
+    (unknown) --lookup--> GATHERING --step_end--> ASKED --reply--> ANSWERED --prepare_load--> LOADING --load_done--> (unknown)
+
+* The engine asks for every key of a request in one scheduler step, in prefix order, and goes on past a RETRY; so the
+  first step gathers the whole list and it goes out as one query when the step ends.
+* ANSWERED holds the lease, so that HIT is still true when the engine makes room for it some steps later. It ends when
+  the request starts, is preempted, or finishes.
+* Every answer has a deadline. A daemon that is away is a MISS at once; one that is silent is a MISS at the deadline.
+
+Scheduler thread only. Knows nothing of vLLM; keys are a block hash followed by four bytes of group.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from engine_plugin.vllm.link import DaemonLink, Query, Reply
+
+GROUP_BYTES: Final = 4
+#: Requests that may hold an answer at a time. The engine asks for its whole queue, and each answer pins blocks.
+ANSWERS_MAX: Final = 64
+#: Copies that a load found damaged or gone; they are not promised again.
+DISTRUSTED_MAX: Final = 65_536
+
+
+class Verdict(enum.Enum):
+    HIT = "hit"
+    MISS = "miss"
+    RETRY = "retry"
+
+
+class _Phase(enum.Enum):
+    GATHERING = enum.auto()
+    ASKED = enum.auto()
+    ANSWERED = enum.auto()
+    LOADING = enum.auto()
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Request:
+    phase: _Phase = _Phase.GATHERING
+    keys: dict[bytes, int] = dataclasses.field(default_factory=dict)  # key -> place in the query
+    query: Query | None = None
+    lease: Any = None
+    ready: int = 0
+    refused: bool = False  # ANSWERED without an answer
+
+
+@dataclasses.dataclass(slots=True)
+class LoadPlan:
+    """Where the keys of a load lie, in their order."""
+
+    generation: bytes
+    offsets: np.ndarray
+    epochs: np.ndarray
+
+
+def hash_of(key: bytes) -> bytes:
+    """The daemon's key: the engine's without its group, which is named apart."""
+    return key[:-GROUP_BYTES]
+
+
+class Lookups:
+    """See the module.
+
+    Args:
+        ready_generation: Gives the generation that all workers have mapped; None while they differ.
+        on_present: Told which keys an answer has shown to be in the daemon.
+        pin: False for an engine that stores but never loads: everything is a miss, but what is there is learned.
+    """
+
+    def __init__(
+        self,
+        link: DaemonLink,
+        *,
+        deadline_s: float,
+        now: Callable[[], float],
+        ready_generation: Callable[[], bytes | None],
+        on_present: Callable[[Iterable[bytes]], None],
+        pin: bool = True,
+    ) -> None:
+        self._link = link
+        self._deadline_s = deadline_s
+        self._now = now
+        self._ready_generation = ready_generation
+        self._on_present = on_present
+        self._pin = pin
+        self._requests: dict[str, _Request] = {}
+        self._by_query: dict[Query, str] = {}
+        self._gathering: list[str] = []
+        self._holders: set[str] = set()  # requests that have asked or hold pins, and whose load has not begun
+        self._distrusted: OrderedDict[bytes, tuple[bytes, int, int]] = OrderedDict()
+        self._replies_taken = False
+        self.counts: Counter[tuple[str, str]] = Counter()
+
+    # -- the engine asks -----------------------------------------------------------------------------------------------
+
+    def lookup(self, req_id: str, key: bytes) -> Verdict:
+        """Whether a block can be loaded. Never waits."""
+        request = self._requests.get(req_id)
+        if request is None:
+            return self._first(req_id, key)
+        if request.phase is _Phase.ANSWERED:
+            place = request.keys.get(key)
+            if place is not None:
+                return Verdict.HIT if place < request.ready else Verdict.MISS
+            if request.refused:
+                return Verdict.MISS
+            # The list has changed (a local prefix was evicted, or tokens were generated): ask for the new one.
+            self._drop(req_id, request)
+            return self._first(req_id, key)
+        if request.phase is _Phase.ASKED:
+            self._take_replies()
+            if request.phase is _Phase.ASKED:
+                return Verdict.RETRY
+            return self.lookup(req_id, key)
+        if request.phase is _Phase.GATHERING:
+            request.keys.setdefault(key, len(request.keys))
+            return Verdict.RETRY
+        return Verdict.MISS  # LOADING: the engine does not ask while a load runs
+
+    def _first(self, req_id: str, key: bytes) -> Verdict:
+        problem = self._link.why_not()
+        if problem:
+            self.counts["misses", problem] += 1
+            return Verdict.MISS
+        if len(self._holders) >= ANSWERS_MAX:
+            return Verdict.RETRY
+        self._requests[req_id] = _Request(keys={key: 0})
+        self._gathering.append(req_id)
+        self._holders.add(req_id)
+        return Verdict.RETRY
+
+    def waiting(self) -> bool:
+        """Whether a request waits for an answer."""
+        return bool(self._by_query)
+
+    def step_end(self, started: Iterable[str], preempted: Iterable[str]) -> None:
+        """Ships what the step has gathered; drops answers of requests that have begun to run or were preempted."""
+        self._replies_taken = False
+        for req_id in (*started, *preempted):
+            request = self._requests.get(req_id)
+            if request is not None and request.phase is not _Phase.LOADING:
+                self._drop(req_id, request)
+        self._take_replies()
+        self._replies_taken = False
+        queries = []
+        for req_id in self._gathering:
+            request = self._requests.get(req_id)
+            if request is None or request.phase is not _Phase.GATHERING:
+                continue
+            deadline = self._now() + self._deadline_s
+            request.query = Query([hash_of(key) for key in request.keys], deadline, self._pin)
+            request.phase = _Phase.ASKED
+            self._by_query[request.query] = req_id
+            queries.append(request.query)
+        self._gathering.clear()
+        if queries:
+            self._link.ask(queries)
+
+    # -- the daemon answers --------------------------------------------------------------------------------------------
+
+    def _take_replies(self) -> None:
+        """Once per step: takes what has come in, and gives up on what has not come in time."""
+        if self._replies_taken:
+            return
+        self._replies_taken = True
+        for reply in self._link.replies():
+            req_id = self._by_query.pop(reply.query, None)
+            request = self._requests.get(req_id) if req_id is not None else None
+            if req_id is None or request is None or request.query is not reply.query:
+                if reply.lease is not None:
+                    self._link.release([reply.lease])  # nobody waits for it any more
+                continue
+            self._answer(req_id, request, reply)
+        if not self._by_query:
+            return
+        now = self._now()
+        late = [query for query in self._by_query if query.deadline <= now]
+        for query in late:
+            req_id = self._by_query.pop(query)
+            request = self._requests.get(req_id)
+            if request is not None and request.query is query:
+                self._refuse(req_id, request, "silent")
+        if late:
+            self._link.note_silence()
+
+    def _answer(self, req_id: str, request: _Request, reply: Reply) -> None:
+        if reply.problem:
+            self._refuse(req_id, request, reply.problem)
+            return
+        keys = list(request.keys)
+        self._on_present(keys[: reply.available])
+        request.phase = _Phase.ANSWERED
+        request.query = None
+        request.lease = reply.lease
+        request.ready = len(reply.lease.offsets) if reply.lease is not None else 0
+        if request.ready and reply.lease.generation != self._ready_generation():
+            # The workers have mapped another pool, or none: they could not load this.
+            self._link.release([reply.lease])
+            self._refuse(req_id, request, "worker_detached")
+            return
+        if request.ready and self._distrusted:
+            request.ready = self._trusted_run(keys[: request.ready], reply.lease)
+        if not request.ready:
+            self._holders.discard(req_id)
+            if request.lease is not None:
+                self._link.release([request.lease])
+                request.lease = None
+        self.counts["hits", ""] += request.ready
+        self.counts["misses", "absent"] += len(keys) - request.ready
+
+    def _refuse(self, req_id: str, request: _Request, reason: str) -> None:
+        self._holders.discard(req_id)
+        self.counts["misses", reason] += len(request.keys)
+        request.phase = _Phase.ANSWERED
+        request.query = request.lease = None
+        request.ready = 0
+        request.refused = True
+
+    def _trusted_run(self, keys: Sequence[bytes], lease: Any) -> int:
+        for place, key in enumerate(keys):
+            bad = self._distrusted.get(key)
+            if bad is None:
+                continue
+            if bad == (lease.generation, int(lease.offsets[place]), int(lease.epochs[place])):
+                self.counts["misses", "distrusted"] += 1
+                return place
+            del self._distrusted[key]  # stored again since: another copy
+        return len(keys)
+
+    # -- loads ---------------------------------------------------------------------------------------------------------
+
+    def prepare_load(self, req_id: str, keys: Collection[bytes]) -> LoadPlan | None:
+        """Where the keys lie; None where they are not all pinned for this request. The pins stay until `load_done`."""
+        request = self._requests.get(req_id)
+        if request is None or request.phase is not _Phase.ANSWERED or request.lease is None:
+            return None
+        places = np.fromiter((request.keys.get(key, request.ready) for key in keys), np.int64, len(keys))
+        if len(places) and int(places.max()) >= request.ready:
+            return None
+        request.phase = _Phase.LOADING
+        self._holders.discard(req_id)
+        lease = request.lease
+        return LoadPlan(lease.generation, lease.offsets[places], lease.epochs[places])
+
+    def load_done(self, req_id: str) -> None:
+        """The workers are through with a load, well or badly: gives its pins back."""
+        request = self._requests.get(req_id)
+        if request is not None and request.phase is _Phase.LOADING:
+            self._drop(req_id, request)
+
+    def load_failed(self, req_id: str) -> None:
+        """The load of a request failed: its copies are not promised again until they are stored anew."""
+        request = self._requests.get(req_id)
+        if request is None or request.phase is not _Phase.LOADING:
+            return
+        lease = request.lease
+        for key, place in request.keys.items():
+            if place < request.ready:
+                self._distrusted[key] = (lease.generation, int(lease.offsets[place]), int(lease.epochs[place]))
+                self._distrusted.move_to_end(key)
+        while len(self._distrusted) > DISTRUSTED_MAX:
+            self._distrusted.popitem(last=False)
+
+    # -- ends ----------------------------------------------------------------------------------------------------------
+
+    def finished(self, req_id: str) -> None:
+        """A request has ended. A load that still runs keeps its pins until it is through."""
+        request = self._requests.get(req_id)
+        if request is not None and request.phase is not _Phase.LOADING:
+            self._drop(req_id, request)
+
+    def reset(self) -> None:
+        """Forgets everything and gives every pin back, those of running loads too: the engine will not tell of their
+        end. A load that loses its pin under way is told by its epochs and fails.
+        """
+        for req_id, request in list(self._requests.items()):
+            self._drop(req_id, request)
+        self._gathering.clear()
+        self._distrusted.clear()
+
+    def _drop(self, req_id: str, request: _Request) -> None:
+        if request.lease is not None:
+            self._link.release([request.lease])
+        if request.query is not None:
+            self._by_query.pop(request.query, None)  # its reply is released when it comes
+        self._holders.discard(req_id)
+        request.lease = request.query = None
+        del self._requests[req_id]

@@ -1,0 +1,215 @@
+"""vLLM's OffloadingManager: the scheduler's side. Translates, and decides nothing; see lookups and stores.
+
+Every hook answers at once and none raises: what goes wrong is counted and answered as a miss.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Collection, Iterable
+from typing import Final
+
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+from vllm.v1.kv_offload.base import (
+    LoadStoreSpec,
+    Locality,
+    LookupResult,
+    Medium,
+    OffloadingManager,
+    OffloadKey,
+    PrepareStoreOutput,
+    ReqContext,
+    RequestOffloadingContext,
+    ScheduleEndContext,
+)
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from engine_plugin.vllm import metrics
+from engine_plugin.vllm.guard import guarded, limited_log, nothing
+from engine_plugin.vllm.link import DaemonLink
+from engine_plugin.vllm.lookups import Lookups, Verdict
+from engine_plugin.vllm.messages import SlotSpec, WorkerReport, no_slots
+from engine_plugin.vllm.stores import KnownKeys, Stores
+
+_RESULT_OF: Final = {
+    Verdict.HIT: LookupResult.HIT,
+    Verdict.MISS: LookupResult.MISS,
+    Verdict.RETRY: LookupResult.RETRY,
+}
+
+
+def _nothing_to_store(*_args: object, **_kwargs: object) -> PrepareStoreOutput:
+    return PrepareStoreOutput(keys_to_store=[], store_spec=no_slots(), evicted_keys=[])
+
+
+class KVStoreManager(OffloadingManager):
+    """See the module. One per engine; scheduler thread only.
+
+    Args:
+        link: The line to the daemon; owned and closed by this manager.
+        workers: Number of workers (ranks) of the engine.
+        tokens_per_block: Tokens of one stored block.
+        deadline_s: Longest wait for the answer to a lookup.
+        loads: The engine's role lets it load.
+        stores: The engine's role lets it store.
+    """
+
+    def __init__(
+        self,
+        link: DaemonLink,
+        *,
+        workers: int,
+        tokens_per_block: int,
+        deadline_s: float,
+        loads: bool = True,
+        stores: bool = True,
+    ) -> None:
+        self._link = link
+        self._workers = workers
+        self._tokens_per_block = tokens_per_block
+        self._loads = loads
+        self._stores_allowed = stores
+        self._mapped: dict[int, bytes] = {}  # rank -> generation its worker has mapped
+        self._known = KnownKeys(time.monotonic)
+        self._lookups = Lookups(
+            link,
+            deadline_s=deadline_s,
+            now=time.monotonic,
+            ready_generation=self.ready_generation,
+            on_present=self._known.add,
+            pin=loads,
+        )
+        self._stores = Stores(link, workers=workers, known=self._known, ready_generation=self.ready_generation)
+        self._last_offered: dict[str, tuple[int, bytes]] = {}  # request -> end token and key of its last load or store
+        self._counts: Counter[tuple[str, str]] = Counter()
+        self.hook_errors: Counter[str] = Counter()
+
+    def ready_generation(self) -> bytes | None:
+        """The generation that every worker has mapped; None while one has none or they differ."""
+        generations = set(self._mapped.values())
+        if len(self._mapped) < self._workers or len(generations) != 1:
+            return None
+        return generations.pop() or None
+
+    def waiting(self) -> bool:
+        """Whether a request waits for the daemon's answer."""
+        return self._lookups.waiting()
+
+    def give_way(self, timeout_s: float) -> None:
+        """Lets other threads of this process run, for a moment at most."""
+        self._link.wait_answer(timeout_s)
+
+    # -- loads ---------------------------------------------------------------------------------------------------------
+
+    @guarded(lambda *_args, **_kwargs: LookupResult.MISS)
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        if not self._loads and not self._stores_allowed:
+            return LookupResult.MISS
+        if not req_context.load_tier_filter.allows(Medium.CPU, Locality.LOCAL):
+            return LookupResult.MISS
+        return _RESULT_OF[self._lookups.lookup(req_context.req_id, key)]
+
+    def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
+        return CacheHitSource.HOST
+
+    @guarded(lambda _self, _keys, req_context: no_slots(req_context.req_id))
+    def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
+        plan = self._lookups.prepare_load(req_context.req_id, keys)
+        if plan is None:
+            limited_log("load", logging.ERROR, "kvstore: a load was asked for blocks that are not pinned; it will fail")
+            return no_slots(req_context.req_id)
+        self._note_offered(list(keys), req_context)
+        return SlotSpec(plan.generation, plan.offsets, plan.epochs, req_id=req_context.req_id)
+
+    @guarded(nothing)
+    def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        self._lookups.load_done(req_context.req_id)
+
+    # -- stores --------------------------------------------------------------------------------------------------------
+
+    @guarded(_nothing_to_store)
+    def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
+        if not self._stores_allowed or not keys:
+            return _nothing_to_store()
+        self._known.settle(self.ready_generation())
+        ordered = list(keys)
+        store = self._stores.prepare(ordered, self._parent_of(ordered[0], req_context))
+        self._note_offered(ordered, req_context)
+        if store is None:
+            # Not None, which would have vLLM offer the same blocks again in every step, each time with a warning.
+            return _nothing_to_store()
+        slots = store.slots
+        spec = SlotSpec(slots.generation, slots.offsets, slots.epochs, ticket=store.ticket)
+        return PrepareStoreOutput(keys_to_store=list(store.keys), store_spec=spec, evicted_keys=[])
+
+    def _note_offered(self, keys: list[OffloadKey], req_context: ReqContext) -> None:
+        """Remembers the last key that was loaded or offered, as the parent of the next."""
+        end = req_context.get_offload_key_position(keys[-1]) if keys else None
+        if end is not None:
+            self._last_offered[req_context.req_id] = (end, keys[-1])
+
+    def _parent_of(self, key: OffloadKey, req_context: ReqContext) -> bytes | None:
+        """The key before this one in its request, where this manager has seen it."""
+        end = req_context.get_offload_key_position(key)
+        if end is None or end <= self._tokens_per_block:
+            return None
+        before = end - self._tokens_per_block
+        offered_end, offered = self._last_offered.get(req_context.req_id, (0, b""))
+        return offered if offered_end == before else None
+
+    @guarded(nothing)
+    def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
+        self._stores.complete(keys, success)
+
+    # -- the engine's life ---------------------------------------------------------------------------------------------
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        return RequestOffloadingContext()
+
+    @guarded(nothing)
+    def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        self._lookups.step_end(context.new_req_ids, context.preempted_req_ids)
+
+    @guarded(nothing)
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        self._lookups.finished(req_context.req_id)
+        self._last_offered.pop(req_context.req_id, None)
+
+    @guarded(nothing)
+    def on_report(self, report: WorkerReport) -> None:
+        """What the workers have reported with this step."""
+        self._mapped.update(report.attached)
+        self._stores.report(report.stores_done, report.stores_failed)
+        for reason in report.loads_failed.values():
+            self._counts["load_failures", reason] += 1
+        for hook, count in report.hook_errors.items():
+            self._counts["hook_errors", hook] += count
+
+    @guarded(nothing)
+    def on_loads_failed(self, req_ids: Iterable[str]) -> None:
+        """Loads that failed on a worker; called before their completion."""
+        for req_id in req_ids:
+            self._lookups.load_failed(req_id)
+
+    @guarded(nothing)
+    def reset_cache(self) -> None:
+        self._lookups.reset()
+        self._stores.reset()
+        self._last_offered.clear()
+        self._link.flush()
+
+    @guarded(nothing)
+    def get_stats(self) -> OffloadingConnectorStats | None:
+        counts = self._counts + self._lookups.counts + self._stores.counts + self._link.take_counts()
+        for hook, count in self.hook_errors.items():
+            counts["hook_errors", hook] += count
+        for taken in (self._counts, self._lookups.counts, self._stores.counts, self.hook_errors):
+            taken.clear()
+        return metrics.stats_of(counts, self._link.attached)
+
+    @guarded(nothing)
+    def shutdown(self) -> None:
+        self._lookups.reset()
+        self._link.close()

@@ -1,0 +1,83 @@
+"""What travels between the scheduler process and the workers, pickled by vLLM with each step."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
+from vllm.v1.kv_offload.base import LoadStoreSpec
+
+
+@dataclasses.dataclass(slots=True)
+class SlotSpec(LoadStoreSpec):
+    """Slots of the pool, in the order of the keys of a load or a store.
+
+    Attributes:
+        generation: Life of the pool that the slots belong to; empty: nothing to copy, fail the load.
+        offsets: Bytes from the start of the mapping, uint64.
+        epochs: Epochs of the slots when they were pinned, uint32. A load compares them after its copy.
+        ticket: Names a store towards the scheduler; 0 for a load.
+        req_id: Request that a load belongs to; empty for a store.
+    """
+
+    generation: bytes
+    offsets: np.ndarray
+    epochs: np.ndarray
+    ticket: int = 0
+    req_id: str = ""
+
+
+def no_slots(req_id: str = "") -> SlotSpec:
+    """A spec that copies nothing; a load with it fails and is computed again."""
+    return SlotSpec(b"", np.empty(0, np.uint64), np.empty(0, np.uint32), req_id=req_id)
+
+
+@dataclasses.dataclass(slots=True)
+class WorkerReport:
+    """What workers tell the scheduler beyond what vLLM's own metadata carries. Reports of several workers add up.
+
+    Attributes:
+        attached: Rank -> generation of the pool it has mapped (empty: none).
+        stores_done: Ticket -> number of workers whose copy is over, well or badly.
+        stores_failed: Tickets of which a worker could not copy its part.
+        loads_failed: Request -> reason.
+        hook_errors: Hook -> exceptions swallowed.
+    """
+
+    attached: dict[int, bytes] = dataclasses.field(default_factory=dict)
+    stores_done: dict[int, int] = dataclasses.field(default_factory=dict)
+    stores_failed: set[int] = dataclasses.field(default_factory=set)
+    loads_failed: dict[str, str] = dataclasses.field(default_factory=dict)
+    hook_errors: dict[str, int] = dataclasses.field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.attached or self.stores_done or self.stores_failed or self.loads_failed or self.hook_errors)
+
+    def add(self, other: WorkerReport) -> None:
+        """Takes another worker's report, or a later one, into this one."""
+        self.attached.update(other.attached)
+        for ticket, count in other.stores_done.items():
+            self.stores_done[ticket] = self.stores_done.get(ticket, 0) + count
+        self.stores_failed |= other.stores_failed
+        self.loads_failed.update(other.loads_failed)
+        for hook, count in other.hook_errors.items():
+            self.hook_errors[hook] = self.hook_errors.get(hook, 0) + count
+
+
+@dataclasses.dataclass
+class KVStoreWorkerMetadata(OffloadingWorkerMetadata):
+    """vLLM's completions of a step with our report beside them."""
+
+    report: WorkerReport = dataclasses.field(default_factory=WorkerReport)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        """Adds up two workers of one step."""
+        merged = super().aggregate(other)
+        assert isinstance(merged, OffloadingWorkerMetadata)
+        report = WorkerReport()
+        report.add(self.report)
+        if isinstance(other, KVStoreWorkerMetadata):
+            report.add(other.report)
+        return KVStoreWorkerMetadata(merged.completed_jobs, merged.transfer_stats, report)

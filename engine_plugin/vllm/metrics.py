@@ -1,0 +1,80 @@
+"""The plugin's figures in vLLM's own metrics endpoint.
+
+Labels say why: a low hit ratio is read from the reasons of the misses, not guessed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Final
+
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+from vllm.v1.kv_offload.base import (
+    OffloadingCounterMetadata,
+    OffloadingGaugeMetadata,
+    OffloadingMetricMetadata,
+)
+
+ATTACHED: Final = "vllm:kvstore_attached"
+HITS: Final = "vllm:kvstore_hit_blocks"
+MISSES: Final = "vllm:kvstore_miss_blocks"
+PUBLISHED: Final = "vllm:kvstore_stored_blocks"
+SKIPPED: Final = "vllm:kvstore_store_skipped_blocks"
+LOAD_FAILURES: Final = "vllm:kvstore_load_failures"
+CALL_FAILURES: Final = "vllm:kvstore_call_failures"
+HOOK_ERRORS: Final = "vllm:kvstore_hook_errors"
+
+#: Kind of a count in the plugin -> metric. Kinds without a metric are for debugging.
+_METRIC_OF: Final[Mapping[str, str]] = {
+    "hits": HITS,
+    "misses": MISSES,
+    "published": PUBLISHED,
+    "skipped": SKIPPED,
+    "not_published": SKIPPED,
+    "shortfall": SKIPPED,
+    "load_failures": LOAD_FAILURES,
+    "calls_failed": CALL_FAILURES,
+    "hook_errors": HOOK_ERRORS,
+}
+
+
+def definitions() -> dict[str, OffloadingMetricMetadata]:
+    """For `OffloadingSpec.build_metric_definitions`."""
+    return {
+        ATTACHED: OffloadingGaugeMetadata("1 while the engine is attached to the kvstore daemon, 0 while it is not."),
+        HITS: OffloadingCounterMetadata("Blocks that a lookup found in kvstore and pinned."),
+        MISSES: OffloadingCounterMetadata(
+            "Blocks that a lookup did not get, by reason. absent: not stored. unavailable: no daemon. silent: no answer "
+            "in time. worker_detached: the workers have not mapped the pool. distrusted: an earlier load of that copy "
+            "failed. flushing: the engine's caches are being reset. role: this engine does not load.",
+            ("reason",),
+        ),
+        PUBLISHED: OffloadingCounterMetadata(
+            "Blocks copied to kvstore, by outcome. exists: another engine was faster.", ("outcome",)
+        ),
+        SKIPPED: OffloadingCounterMetadata(
+            "Blocks not stored, by reason. no_slots: more at once than the stock held. pinned, share, populating, "
+            "too_large, draining: what the daemon answered to a request for slots. unavailable: no daemon. copy_failed: "
+            "a worker could not copy its part.",
+            ("reason",),
+        ),
+        LOAD_FAILURES: OffloadingCounterMetadata(
+            "Requests whose load failed and that were computed instead, by reason.", ("reason",)
+        ),
+        CALL_FAILURES: OffloadingCounterMetadata("Calls to the daemon without a result, by problem.", ("problem",)),
+        HOOK_ERRORS: OffloadingCounterMetadata(
+            "Exceptions swallowed in a hook, by hook. Any is a defect: please report it with the log.", ("hook",)
+        ),
+    }
+
+
+def stats_of(counts: Counter[tuple[str, str]], attached: bool) -> OffloadingConnectorStats:
+    """Counts since the last call as vLLM's stats."""
+    stats = OffloadingConnectorStats()
+    stats.set_gauge(ATTACHED, int(attached))
+    for (kind, label), amount in counts.items():
+        metric = _METRIC_OF.get(kind)
+        if metric is not None and amount:
+            stats.increase_counter(metric, amount, (label,) if label else ())
+    return stats

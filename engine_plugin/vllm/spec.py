@@ -1,0 +1,139 @@
+"""vLLM's OffloadingSpec: builds the manager in the scheduler process and the worker in each worker process."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Iterator
+from typing import Any, Final
+
+from vllm.v1.kv_offload.base import (
+    CanonicalKVCaches,
+    OffloadingManager,
+    OffloadingMetricMetadata,
+    OffloadingSpec,
+    OffloadingWorker,
+)
+from vllm.v1.kv_offload.config import OffloadingConfig
+
+import kvstore
+from engine_plugin.vllm import metrics
+from engine_plugin.vllm.autostart import ensure_daemon
+from engine_plugin.vllm.link import DaemonLink
+from engine_plugin.vllm.manager import KVStoreManager
+from engine_plugin.vllm.naming import EngineFacts, namespace_of, rank_bytes_of, refuse_unsupported
+from engine_plugin.vllm.settings import parse_settings
+from engine_plugin.vllm.worker import KVStoreWorker, layout_of
+from kvstore.endpoint import default_endpoint, parse_endpoint
+from kvstore.errors import ConfigError
+
+_facts: contextvars.ContextVar[EngineFacts] = contextvars.ContextVar("kvstore engine facts")
+
+#: Reserved slots are the engine's own bytes: at most this part of its share waits empty.
+_STOCK_PART_OF_SHARE: Final = 4
+
+
+@contextlib.contextmanager
+def engine_facts(facts: EngineFacts) -> Iterator[None]:
+    """Hands a spec created inside what vLLM's factory does not pass on."""
+    token = _facts.set(facts)
+    try:
+        yield
+    finally:
+        _facts.reset(token)
+
+
+class KVStoreSpec(OffloadingSpec):
+    """See the module. Constructing it is cheap and opens nothing: vLLM does so in every process of an engine.
+
+    Raises:
+        ConfigError: a setting is wrong, or this engine's KV cannot be kept; the message says what to change.
+    """
+
+    @classmethod
+    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
+        return metrics.definitions()
+
+    def __init__(self, config: OffloadingConfig) -> None:
+        super().__init__(config)
+        try:
+            self._facts = _facts.get()
+        except LookupError:
+            raise ConfigError(
+                "KVStoreSpec needs its own connector: set 'kv_connector' to 'KVStoreConnector' and leave out 'spec_name'"
+            ) from None
+        self._settings = parse_settings(config.extra_config)
+        refuse_unsupported(config, self._facts)
+        self._endpoint = str(
+            parse_endpoint(self._settings.endpoint) if self._settings.endpoint is not None else default_endpoint()
+        )
+        if self._settings.autostart and not parse_endpoint(self._endpoint).is_loopback:
+            raise ConfigError(f"'kvstore.autostart' cannot start a daemon on another machine ({self._endpoint})")
+        self.namespace = namespace_of(config, self._facts, self._settings.tenant)
+        self._manager: KVStoreManager | None = None
+        self._worker: KVStoreWorker | None = None
+
+    def get_manager(self) -> OffloadingManager:
+        if self._manager is None:
+            self._ensure_daemon()
+            link = DaemonLink(self._connect("scheduler", self.namespace), stock_max=self._stock_max())
+            assert self.namespace.block_size is not None
+            self._manager = KVStoreManager(
+                link,
+                workers=self.config.parallel.world_size,
+                tokens_per_block=self.namespace.block_size,
+                deadline_s=self._settings.verdict_deadline_s,
+                loads=self._facts.loads,
+                stores=self._facts.stores,
+            )
+        return self._manager
+
+    def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
+        if self._worker is None:
+            from engine_plugin.copy.cpu import CpuCopier
+
+            layout = layout_of(kv_caches)
+            rank = self.config.parallel.rank
+            if rank == 0:
+                self._ensure_daemon()
+            self._worker = KVStoreWorker(
+                layout,
+                client=self._connect(f"worker {rank}", None),
+                copier=CpuCopier(self._settings.settled_copy_threads()),
+                rank=rank,
+                blocks_per_slot=self.blocks_per_chunk,
+                rank_bytes=rank_bytes_of(self.config),
+            )
+        return self._worker
+
+    def _ensure_daemon(self) -> None:
+        if self._settings.autostart:
+            assert self.namespace.block_size is not None
+            ensure_daemon(
+                self._endpoint,
+                cpu_bytes=self._settings.share_bytes,
+                block_size=self.namespace.block_size,
+                token=self._settings.token,
+            )
+
+    def _connect(self, part: str, namespace: kvstore.Namespace | None) -> Any:
+        """A session that attaches, and attaches again, in the background: an engine starts without a daemon too."""
+        return kvstore.connect(
+            self._endpoint,
+            namespace,
+            client_name=f"vllm {part}",
+            group=self.config.engine_id,
+            share_bytes=self._settings.share_bytes,
+            token=self._settings.token,
+            timeout_s=self._settings.timeout_s,
+            wait=False,
+        )
+
+    def _stock_max(self) -> int:
+        """Most empty slots held in reserve: what two steps can fill, but never much of the engine's share."""
+        settings, namespace = self._settings, self.namespace
+        assert namespace.block_size is not None
+        wanted = settings.stock_blocks or max(16, 2 * -(-self._facts.tokens_per_step // namespace.block_size))
+        if settings.share_bytes:
+            wanted = min(wanted, max(1, settings.share_bytes // namespace.block_bytes // _STOCK_PART_OF_SHARE))
+        return wanted

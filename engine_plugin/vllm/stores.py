@@ -1,0 +1,199 @@
+"""Stores of the engine: slots taken, copied by the workers, published or given back.
+
+A store is published only when every worker has reported its part done, and only by the completion that the engine
+passes on. Where the engine will pass none on (a reset drops the completions of stores under way), the store waits for
+the workers' own reports and its slots go back: never before, since a worker may still be writing into them.
+
+Scheduler thread only, but for `_published`. Knows nothing of vLLM.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Final
+
+import numpy as np
+
+from engine_plugin.vllm.link import Commit, DaemonLink, Slots
+from engine_plugin.vllm.lookups import hash_of
+
+#: Keys known to be in the daemon: they are not copied again.
+KNOWN_MAX: Final = 262_144
+#: For this long; the daemon may have evicted the block since.
+KNOWN_S: Final = 60.0
+
+
+class KnownKeys:
+    """Keys that were in the daemon a short while ago, in one generation of its pool."""
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
+        self._until: OrderedDict[bytes, float] = OrderedDict()
+        self._generation: bytes | None = None
+
+    def settle(self, generation: bytes | None) -> None:
+        """Forgets everything if the pool is another one."""
+        if generation != self._generation:
+            self._until.clear()
+            self._generation = generation
+
+    def add(self, keys: Iterable[bytes]) -> None:
+        until = self._now() + KNOWN_S
+        for key in keys:
+            self._until[key] = until
+            self._until.move_to_end(key)
+        while len(self._until) > KNOWN_MAX:
+            self._until.popitem(last=False)
+
+    def discard(self, keys: Iterable[bytes]) -> None:
+        for key in keys:
+            self._until.pop(key, None)
+
+    def clear(self) -> None:
+        self._until.clear()
+
+    def __contains__(self, key: bytes) -> bool:
+        return self._until.get(key, 0.0) > self._now()
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Store:
+    """One store under way.
+
+    Attributes:
+        ticket: Names it towards the workers.
+        keys: What its slots are for, in prefix order; empty where nothing is stored.
+        acks: Workers whose copy is over.
+        failed: A worker could not copy its part.
+        orphan: The engine will not tell of its end.
+    """
+
+    ticket: int
+    keys: Sequence[bytes]
+    slots: Slots
+    parent: bytes | None = None
+    acks: int = 0
+    failed: bool = False
+    orphan: bool = False
+
+
+class Stores:
+    """See the module.
+
+    Args:
+        workers: Number of workers that copy their part of each store.
+        ready_generation: Gives the generation that all workers have mapped; None while they differ.
+    """
+
+    def __init__(
+        self,
+        link: DaemonLink,
+        *,
+        workers: int,
+        known: KnownKeys,
+        ready_generation: Callable[[], bytes | None],
+    ) -> None:
+        self._link = link
+        self._workers = workers
+        self._known = known
+        self._ready_generation = ready_generation
+        self._tickets = 0
+        self._under_way: dict[int, Store] = {}
+        self._by_key: dict[bytes, Store] = {}
+        self._outcomes: deque[tuple[Sequence[bytes], np.ndarray]] = deque()
+        self.counts: Counter[tuple[str, str]] = Counter()
+
+    def prepare(self, keys: Collection[bytes], parent: bytes | None) -> Store | None:
+        """Slots for those of the keys that are neither there nor on their way; fewer where the stock is short, the
+        front of the prefix first. None where there is nothing to store or nowhere to store it.
+        """
+        self._take_outcomes()
+        wanted = [key for key in keys if key not in self._known and key not in self._by_key]
+        if not wanted:
+            return None
+        if not self._link.attached:
+            return self._skip("unavailable", len(wanted))
+        slots = self._link.take_slots(len(wanted))
+        if len(slots) and slots.generation != self._ready_generation():
+            self._link.abort(slots.generation, slots.offsets)
+            return self._skip("worker_detached", len(wanted))
+        if len(slots) < len(wanted):
+            self._skip("no_slots", len(wanted) - len(slots))
+        if not len(slots):
+            return None
+        self._tickets += 1
+        chosen = wanted[: len(slots)]
+        before = list(keys).index(chosen[0])
+        store = Store(self._tickets, chosen, slots, list(keys)[before - 1] if before else parent)
+        self._under_way[store.ticket] = store
+        for key in chosen:
+            self._by_key[key] = store
+        return store
+
+    def _skip(self, reason: str, count: int) -> None:
+        self.counts["skipped", reason] += count
+
+    def report(self, done: dict[int, int], failed: Iterable[int]) -> None:
+        """What workers have reported: copies over (by ticket, number of workers), and tickets that failed."""
+        for ticket in failed:
+            store = self._under_way.get(ticket)
+            if store is not None:
+                store.failed = True
+        for ticket, count in done.items():
+            store = self._under_way.get(ticket)
+            if store is not None:
+                store.acks += count
+                if store.orphan and store.acks >= self._workers:
+                    self._give_back(store, "dropped")
+
+    def complete(self, keys: Collection[bytes], success: bool = True) -> None:
+        """The engine says that a store is through on all workers. Unknown and repeated completions are ignored."""
+        for store in {self._by_key[key] for key in keys if key in self._by_key}:
+            if store.orphan:
+                continue
+            if store.acks < self._workers:
+                store.orphan = True  # a worker may still be writing: its own report decides
+                continue
+            if store.failed or not success:
+                self._give_back(store, "copy_failed")
+                continue
+            self._forget(store)
+            self._link.commit(
+                Commit(
+                    store.slots.generation,
+                    store.slots.offsets,
+                    [hash_of(key) for key in store.keys],
+                    hash_of(store.parent) if store.parent is not None else None,
+                    done=lambda outcomes, keys=store.keys: self._outcomes.append((keys, outcomes)),
+                )
+            )
+
+    def reset(self) -> None:
+        """The engine forgets its stores under way: none of them is published."""
+        for store in self._under_way.values():
+            store.orphan = True
+        for store in list(self._under_way.values()):
+            if store.acks >= self._workers:
+                self._give_back(store, "dropped")
+        self._by_key.clear()
+        self._outcomes.clear()
+        self._known.clear()
+
+    def _take_outcomes(self) -> None:
+        """Learns from what the link has published; the link's thread only appends."""
+        while self._outcomes:
+            keys, outcomes = self._outcomes.popleft()
+            self._known.add(key for key, outcome in zip(keys, outcomes.tolist(), strict=True) if outcome in (1, 2))
+
+    def _give_back(self, store: Store, reason: str) -> None:
+        self._forget(store)
+        self._link.abort(store.slots.generation, store.slots.offsets)
+        self._skip(reason, len(store.keys))
+
+    def _forget(self, store: Store) -> None:
+        self._under_way.pop(store.ticket, None)
+        for key in store.keys:
+            if self._by_key.get(key) is store:
+                del self._by_key[key]

@@ -1,0 +1,263 @@
+"""vLLM's OffloadingWorker: plans the copies of one rank between KV memory and the pool.
+
+Layout of a block in its slot: rank by rank; in a rank's part the engine's KV blocks one after the other; in a KV block
+the pages of the layers in order. A page is copied as the engine holds it.
+
+A load is good only if the pool is still the one that was pinned and, after the copy, every slot still has the epoch it
+was pinned with. The mapping stays valid when the daemon dies, so that a copy under way ends with right bytes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections import Counter, deque
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for_copies
+from typing import Any
+
+import numpy as np
+from vllm.v1.kv_offload.base import (
+    CanonicalKVCaches,
+    GPULoadStoreSpec,
+    LoadStoreSpec,
+    OffloadingWorker,
+    TransferResult,
+)
+
+from engine_plugin.vllm.guard import guarded, limited_log, nothing
+from engine_plugin.vllm.messages import SlotSpec, WorkerReport
+from kvstore.errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RankLayout:
+    """Where this rank's pages lie, in KV memory and in a slot.
+
+    Attributes:
+        base: Address of KV block 0 in each layer's tensor.
+        stride: Bytes from one KV block to the next in each.
+        page: Bytes of a page in each.
+        place: Bytes from the start of a KV block's part of the slot to each layer's page.
+        block_bytes: Bytes of one KV block of this rank, all layers.
+        blocks: Number of KV blocks that the engine has.
+    """
+
+    base: np.ndarray
+    stride: np.ndarray
+    page: np.ndarray
+    place: np.ndarray
+    block_bytes: int
+    blocks: int
+
+
+def layout_of(kv_caches: CanonicalKVCaches) -> RankLayout:
+    """Reads the engine's KV memory.
+
+    Raises:
+        ConfigError: it is not in host memory, or has more than one group.
+    """
+    if len(kv_caches.group_data_refs) != 1:
+        raise ConfigError(f"kvstore: {len(kv_caches.group_data_refs)} KV cache groups; only one works so far")
+    chosen = [kv_caches.tensors[ref.tensor_idx] for ref in kv_caches.group_data_refs[0]]
+    for entry in chosen:
+        if entry.tensor.device.type != "cpu":
+            raise ConfigError(
+                f"kvstore: the KV cache lies on {entry.tensor.device}; this version copies from and to host memory "
+                "only (vLLM's CPU build)"
+            )
+    page = np.array([entry.page_size_bytes for entry in chosen], np.uint64)
+    return RankLayout(
+        base=np.array([entry.tensor.data_ptr() for entry in chosen], np.uint64),
+        stride=np.array([entry.tensor.stride(0) * entry.tensor.element_size() for entry in chosen], np.uint64),
+        page=page,
+        place=np.concatenate(([0], np.cumsum(page)[:-1])).astype(np.uint64),
+        block_bytes=int(page.sum()),
+        blocks=min(int(entry.tensor.shape[0]) for entry in chosen),
+    )
+
+
+@dataclasses.dataclass(slots=True)
+class _Outcome:
+    job_id: int
+    spec: SlotSpec
+    is_load: bool
+    problem: str
+    size_bytes: int
+    time_s: float
+
+
+class KVStoreWorker(OffloadingWorker):
+    """See the module. One per rank.
+
+    Threads: vLLM calls from one thread; copies end on the copier's thread, which only puts into `_finished`.
+
+    Args:
+        client: This process's session with the daemon; owned and closed here.
+        copier: Runs batches in the background; owned and closed here.
+        blocks_per_slot: KV blocks of the engine that one slot holds.
+        rank_bytes: Bytes of this rank's part of a slot, as the scheduler computes it.
+    """
+
+    def __init__(
+        self,
+        layout: RankLayout,
+        *,
+        client: Any,
+        copier: Any,
+        rank: int,
+        blocks_per_slot: int,
+        rank_bytes: int,
+    ) -> None:
+        if layout.block_bytes * blocks_per_slot != rank_bytes:
+            raise ConfigError(
+                f"kvstore: rank {rank} holds {layout.block_bytes * blocks_per_slot} bytes of a block and the scheduler "
+                f"counts {rank_bytes}: this KV cache layout does not work so far"
+            )
+        self._layout = layout
+        self._client = client
+        self._copier = copier
+        self._rank = rank
+        self._blocks_per_slot = blocks_per_slot
+        self._rank_bytes = rank_bytes
+        self._under_way: dict[int, Future[Any]] = {}
+        self._finished: deque[_Outcome] = deque()
+        self._last_attached: bytes | None = None
+        self._report = WorkerReport()
+        self._failed_loads: set[str] = set()
+        self.hook_errors: Counter[str] = Counter()
+
+    # -- vLLM's interface ----------------------------------------------------------------------------------------------
+
+    def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
+        self._submit(job_id, src_spec, dst_spec, is_load=False)
+        return True
+
+    def submit_load(
+        self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec, expedited: bool = False
+    ) -> bool:
+        self._submit(job_id, dst_spec, src_spec, is_load=True)
+        return True
+
+    def get_finished(self) -> list[TransferResult]:
+        """Every job that is over. Success is always said: vLLM takes a failure here as a defect of its own. What
+        failed is told through `take_failed_loads` and `take_report`.
+        """
+        results = []
+        while self._finished:
+            outcome = self._finished.popleft()
+            self._under_way.pop(outcome.job_id, None)
+            self._note(outcome)
+            size, seconds = (None, None) if outcome.problem else (outcome.size_bytes, outcome.time_s)
+            results.append(TransferResult(outcome.job_id, True, size, seconds))
+        return results
+
+    @guarded(nothing)
+    def wait(self, job_ids: set[int]) -> None:
+        wait_for_copies([self._under_way[job_id] for job_id in job_ids if job_id in self._under_way])
+
+    @guarded(nothing)
+    def shutdown(self) -> None:
+        self._copier.close()
+        self._client.close()
+
+    # -- for the connector ---------------------------------------------------------------------------------------------
+
+    def take_failed_loads(self) -> set[str]:
+        """Requests whose load failed, among the jobs that `get_finished` has told since the last call."""
+        failed, self._failed_loads = self._failed_loads, set()
+        return failed
+
+    def take_report(self) -> WorkerReport:
+        """What the scheduler should know since the last call; empty where nothing has changed."""
+        arena = self._client.arena if self._client.attached else None
+        attached = arena.generation if arena is not None else b""
+        if attached != self._last_attached:
+            self._last_attached = attached
+            self._report.attached[self._rank] = attached
+        self._report.hook_errors.update(self.hook_errors)
+        self.hook_errors.clear()
+        report, self._report = self._report, WorkerReport()
+        return report
+
+    # -- copies --------------------------------------------------------------------------------------------------------
+
+    def _submit(self, job_id: int, kv_spec: GPULoadStoreSpec, slot_spec: LoadStoreSpec, *, is_load: bool) -> None:
+        assert isinstance(slot_spec, SlotSpec)
+        try:
+            problem = self._start(job_id, kv_spec, slot_spec, is_load)
+        except Exception:
+            self.hook_errors["submit_load" if is_load else "submit_store"] += 1
+            limited_log("submit", logging.ERROR, "kvstore: a copy could not be started", exc_info=True)
+            problem = "error"
+        if problem:
+            self._finished.append(_Outcome(job_id, slot_spec, is_load, problem, 0, 0.0))
+
+    def _start(self, job_id: int, kv_spec: GPULoadStoreSpec, spec: SlotSpec, is_load: bool) -> str:
+        """Starts a copy; says why where it cannot."""
+        arena = self._client.arena
+        if not spec.generation:
+            return "not_pinned"
+        if arena is None:
+            return "worker_detached"
+        if arena.generation != spec.generation:
+            return "generation"
+        kv, slots, size = self._fragments(kv_spec, spec, arena, is_load)
+        started = time.monotonic()
+
+        def over() -> None:
+            problem = ""
+            if is_load and not np.array_equal(arena.epochs_of(spec.offsets), spec.epochs):
+                problem = "epoch"
+            seconds = time.monotonic() - started
+            self._finished.append(_Outcome(job_id, spec, is_load, problem, int(size.sum()), seconds))
+
+        dst, src = (kv, slots) if is_load else (slots, kv)
+        self._under_way[job_id] = future = self._copier.submit(dst, src, size, over)
+        future.add_done_callback(lambda done: self._if_broken(done, job_id, spec, is_load))
+        return ""
+
+    def _if_broken(self, future: Future[Any], job_id: int, spec: SlotSpec, is_load: bool) -> None:
+        """A copy that ended with an exception is over all the same: its request would wait for ever."""
+        if future.exception() is not None:
+            limited_log("copy", logging.ERROR, "kvstore: a copy failed: %r", future.exception())
+            self._finished.append(_Outcome(job_id, spec, is_load, "error", 0, 0.0))
+
+    def _fragments(
+        self, kv_spec: GPULoadStoreSpec, spec: SlotSpec, arena: Any, is_load: bool
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Addresses in KV memory and in the pool, and sizes, of every page of a job."""
+        layout = self._layout
+        block_ids = kv_spec.block_ids.astype(np.int64)
+        # A chunk may be larger than a KV block and a load may begin inside of one.
+        place = kv_spec.block_indices[0] % self._blocks_per_slot + np.arange(len(block_ids))
+        slot, in_slot = place // self._blocks_per_slot, (place % self._blocks_per_slot).astype(np.uint64)
+        offsets = spec.offsets.astype(np.uint64, copy=False)
+        if len(block_ids) == 0 or int(slot[-1]) + 1 != len(offsets):
+            raise ValueError(f"{len(block_ids)} KV blocks do not fill {len(offsets)} slots")
+        if int(block_ids.min()) < 0 or int(block_ids.max()) >= layout.blocks:
+            raise ValueError("a KV block lies outside of the engine's KV memory")
+        if int(offsets.max()) + self._rank_bytes * (self._rank + 1) > arena.size_bytes:
+            raise ValueError("a slot lies outside of the pool")
+        real = block_ids != 0  # block 0 is vLLM's null block: nothing is written to it
+        if not is_load and not real.all():
+            raise ValueError("a store has a hole")
+        rows = block_ids[real].astype(np.uint64)[:, None]
+        part = np.uint64(arena.address + self._rank * self._rank_bytes)
+        in_pool = (offsets[slot] + part + in_slot * np.uint64(layout.block_bytes))[real][:, None]
+        kv = (layout.base[None, :] + rows * layout.stride[None, :]).ravel()
+        pool = (in_pool + layout.place[None, :]).ravel()
+        size = np.broadcast_to(layout.page, (len(rows), len(layout.page))).ravel()
+        return tuple(np.ascontiguousarray(array, np.uint64) for array in (kv, pool, size))  # type: ignore[return-value]
+
+    def _note(self, outcome: _Outcome) -> None:
+        spec = outcome.spec
+        if not outcome.is_load:
+            self._report.stores_done[spec.ticket] = self._report.stores_done.get(spec.ticket, 0) + 1
+            if outcome.problem:
+                self._report.stores_failed.add(spec.ticket)
+        elif outcome.problem:
+            self._failed_loads.add(spec.req_id)
+            self._report.loads_failed[spec.req_id] = outcome.problem
+            limited_log("load", logging.WARNING, "kvstore: a load failed (%s); it is computed instead", outcome.problem)

@@ -1,0 +1,45 @@
+"""kvstore: a KV-cache service for inference engines.
+
+`connect` gives a Client; `Namespace` says whose blocks it speaks of; `kvstore.errors` holds everything that can go wrong.
+Names load on first use, so that `import kvstore` costs nothing to a command that only asks for the version.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any, Final
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from kvstore.blocks import Namespace
+    from kvstore.client import Client, Found, InsertResult, Lease, Reservation, Ticket, connect
+
+_HOME: Final = {
+    "Client": "kvstore.client",
+    "Found": "kvstore.client",
+    "InsertResult": "kvstore.client",
+    "Lease": "kvstore.client",
+    "Namespace": "kvstore.blocks",
+    "Reservation": "kvstore.client",
+    "Ticket": "kvstore.client",
+    "connect": "kvstore.client",
+}
+
+__all__ = [
+    "Client",
+    "Found",
+    "InsertResult",
+    "Lease",
+    "Namespace",
+    "Reservation",
+    "Ticket",
+    "__version__",
+    "connect",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(importlib.import_module(_HOME[name]), name)
+    raise AttributeError(f"module 'kvstore' has no attribute {name!r}")

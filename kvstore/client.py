@@ -1,0 +1,519 @@
+"""The Python face of the daemon: Client.
+
+Two levels. For programs: insert, lookup, select, drop_select, delete, flush, stats. For engines, in batches:
+reserve/commit/abort and acquire/release, with offsets into the shared mapping (Client.arena).
+
+A Client may be used from any thread. It does not survive a fork. It attaches again by itself when the daemon was restarted;
+what belonged to the earlier life (leases, reservations) raises StaleGeneration or is dropped silently, as each method says.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, Final, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.arena import ArenaView, Epochs, Offsets
+from kvstore.blocks import Namespace
+from kvstore.connection import Attached, Connection
+from kvstore.endpoint import Endpoint, default_endpoint, parse_endpoint
+from kvstore.errors import Damage, InvalidRequest, NoMapping, RetryLater, StaleGeneration
+from kvstore.found import Found
+from kvstore.insert import Inserter, InsertResult, Ticket
+from kvstore.wire.convert import epochs_array, offsets_array, pack_offsets
+from kvstore.wire.v1 import admin_pb2, admin_pb2_grpc, engine_pb2
+
+#: Why a reservation is smaller than asked, as words.
+_SHORTFALL_WORDS: Final = {
+    engine_pb2.SHORTFALL_NONE: None,
+    engine_pb2.SHORTFALL_PINNED: "pinned",
+    engine_pb2.SHORTFALL_SHARE: "share",
+    engine_pb2.SHORTFALL_POPULATING: "populating",
+    engine_pb2.SHORTFALL_TOO_LARGE: "too_large",
+    engine_pb2.SHORTFALL_DRAINING: "draining",
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Reservation:
+    """Empty slots that this client may fill.
+
+    Attributes:
+        generation: The life of the pool they are in.
+        offsets: Where they start in the mapping.
+        epochs: Their epochs.
+        shortfall: Why there are fewer than asked; None where there are not.
+        exists: Where keys were given: which of them exist already, and so got no slot.
+    """
+
+    generation: bytes
+    offsets: Offsets
+    epochs: Epochs
+    shortfall: str | None
+    exists: npt.NDArray[np.bool_]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Lease:
+    """Pins on a leading run of blocks.
+
+    Attributes:
+        id: 0 where nothing is held.
+        generation: The life of the pool the blocks are in.
+        offsets: Where they start in the mapping; as many as the run is long.
+        epochs: Their epochs; compare with ArenaView.epochs_of after a copy, and discard it where they differ.
+        pending: How many further keys are on their way up from a lower tier.
+    """
+
+    id: int
+    generation: bytes
+    offsets: Offsets
+    epochs: Epochs
+    pending: int
+
+
+def connect(
+    endpoint: str | None = None,
+    namespace: Namespace | None = None,
+    *,
+    client_name: str = "",
+    group: str = "",
+    share_bytes: int = 0,
+    token: str | None = None,
+    timeout_s: float = 5.0,
+    wait: bool = True,
+    prefault: bool = True,
+) -> Client:
+    """Connects to a daemon.
+
+    Args:
+        endpoint: ``unix:PATH`` or ``HOST:PORT``; None: ``$KVSTORE_ENDPOINT``, else the socket in ``$XDG_RUNTIME_DIR`` or
+            ``/run``.
+        namespace: Whose blocks this client speaks of. None: only stats, and whatever open_namespace names later.
+        client_name: Shown by ``kvstore sessions``; empty: the program's name.
+        group: The clients of one engine (scheduler and workers) name the same group: what one of them held when it ended
+            stays held until the last of them has ended, since another may still be copying.
+        share_bytes: Most bytes of the pool that this group's blocks may take; 0: no limit but the pool.
+        token: The daemon's token, where it listens on TCP with one.
+        timeout_s: Deadline of every call.
+        wait: Whether calls wait, up to timeout_s, for a daemon that is away. False: they raise DaemonUnavailable at once,
+            and connecting itself does not wait either.
+        prefault: Make page-table entries for the pool in the background, so that copies do not stop for faults.
+
+    Raises:
+        DaemonUnavailable: `wait`, and no daemon answers within timeout_s.
+        CallerMistake: the daemon refuses this client (token, namespace, size); the message says why.
+    """
+    where = default_endpoint() if endpoint is None else parse_endpoint(endpoint)
+    client = Client(
+        where,
+        namespace,
+        client_name=client_name or os.path.basename(sys.argv[0]) or "python",
+        group=group,
+        share_bytes=share_bytes,
+        token=token,
+        timeout_s=timeout_s,
+        wait=wait,
+        prefault=prefault,
+    )
+    if wait:
+        try:
+            client.wait_attached(timeout_s)
+        except BaseException:
+            client.close()
+            raise
+    return client
+
+
+class Client:
+    """A session with the daemon. Made by connect(); close it, or use it as a context manager."""
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        namespace: Namespace | None,
+        *,
+        client_name: str,
+        group: str,
+        share_bytes: int,
+        token: str | None,
+        timeout_s: float,
+        wait: bool,
+        prefault: bool,
+    ) -> None:
+        if share_bytes < 0:
+            raise InvalidRequest(f"share_bytes is {share_bytes}: it counts bytes, and 0 means no limit")
+        self._connection = Connection(
+            endpoint,
+            engine_pb2.AttachRequest(client_name=client_name, pid=os.getpid(), group=group, share_bytes=share_bytes),
+            namespace,
+            token=token,
+            timeout_s=timeout_s,
+            patient=wait,
+            prefault=prefault,
+        )
+        self._stub = self._connection.stub
+        self._inserter = Inserter(self)
+
+    # -- the session -----------------------------------------------------------------------------------------------
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """Where the daemon is."""
+        return self._connection.endpoint
+
+    @property
+    def attached(self) -> bool:
+        """Whether there is a session now."""
+        return self._connection.attached is not None
+
+    @property
+    def generation(self) -> bytes | None:
+        """The life of the pool that this client is attached to; None where it is not attached."""
+        attached = self._connection.attached
+        return attached.generation if attached else None
+
+    @property
+    def arena(self) -> ArenaView | None:
+        """The mapping of the pool; None while not attached, and for clients on another host."""
+        attached = self._connection.attached
+        return attached.arena if attached else None
+
+    @property
+    def block_size(self) -> int | None:
+        """Tokens per block that the daemon advertises; None while not attached."""
+        attached = self._connection.attached
+        return attached.block_size if attached else None
+
+    @property
+    def namespace(self) -> Namespace | None:
+        """The namespace that is open, settled; None where none is."""
+        attached = self._connection.attached
+        return attached.namespace if attached else None
+
+    def wait_attached(self, timeout_s: float) -> None:
+        """Waits for a session; at once where calls do not wait (see connect).
+
+        Raises:
+            DaemonUnavailable, CallerMistake: there is none, and why.
+        """
+        self._connection.current(timeout_s)
+
+    def open_namespace(self, namespace: Namespace) -> None:
+        """Speaks of another namespace from here on, in this and every later session.
+
+        Raises:
+            SizeMismatch: the daemon knows it with other block sizes.
+        """
+        self._connection.open_namespace(namespace)
+
+    def close(self) -> None:
+        """Finishes what insert() was given (up to timeout_s), then ends the session. May be called twice.
+
+        The session's pins last as long as a view of a block is in use somewhere in this process.
+        """
+        self._inserter.close(self._connection.timeout_s)
+        self._connection.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    # -- for programs ----------------------------------------------------------------------------------------------
+
+    def insert(self, keys: Sequence[bytes], blocks: Sequence[Any]) -> Ticket:
+        """Stores blocks. Returns at once; a thread of the client copies them.
+
+        Args:
+            keys: In prefix order.
+            blocks: One for each key; anything C-contiguous with the buffer protocol, of the namespace's block size. They
+                are read until the ticket is done: do not change them before.
+
+        Raises:
+            SizeMismatch: a block has another size; both are named. Nothing is stored.
+            InvalidRequest: not as many blocks as keys, a bad key, or not a contiguous buffer. Nothing is stored.
+        """
+        self._connection.check_usable()
+        return self._inserter.insert(keys, blocks)
+
+    def lookup(self, keys: Sequence[bytes]) -> int:
+        """Length of the leading run that is available in any tier. Promises nothing: acquire or select pins."""
+        if not keys:
+            return 0
+        reply, _ = self._connection.ask(
+            lambda at: (
+                self._stub.Lookup,
+                engine_pb2.LookupRequest(session=at.session, namespace=_digest(at), keys=keys),
+            )
+        )
+        return int(reply.available)
+
+    @contextmanager
+    def select(self, keys: Sequence[bytes], timeout_s: float) -> Iterator[Found]:
+        """Waits until all blocks are there, or the time is up; gives the leading run as read-only views, without a copy.
+
+        The blocks are pinned until the with-block ends and no view of them, nor anything made from one (a slice, an array),
+        is in use any more.
+
+        Raises:
+            Damage: bytes changed under the reader. Never seen while the daemon keeps its promises.
+        """
+        found, attached = self._select(keys, timeout_s, drop=False)
+        if found.lease_id == 0:
+            yield found
+            return
+        try:
+            yield found
+            self._check_epochs(found, attached)
+        finally:
+            self._give_back(found, attached, remove=False)
+
+    @contextmanager
+    def drop_select(self, keys: Sequence[bytes], timeout_s: float) -> Iterator[Found]:
+        """As select, but exactly one caller gets each block. Leaving the with-block normally removes them from every tier;
+        an exception, or the end of the process, gives them back, and the next caller that waits gets them.
+
+        Raises:
+            RetryLater: on leaving, the daemon could not be told; whether the blocks are gone is not known.
+        """
+        found, attached = self._select(keys, timeout_s, drop=True)
+        if found.lease_id == 0:
+            yield found
+            return
+        try:
+            yield found
+            self._check_epochs(found, attached)
+        except BaseException:
+            self._give_back(found, attached, remove=False)
+            raise
+        self._give_back(found, attached, remove=True)
+
+    def delete(self, keys: Sequence[bytes]) -> int:
+        """Removes blocks from every tier. Returns how many were there."""
+        if not keys:
+            return 0
+        reply, _ = self._connection.ask(
+            lambda at: (
+                self._stub.Delete,
+                engine_pb2.DeleteRequest(session=at.session, namespace=_digest(at), keys=keys),
+            )
+        )
+        return int(reply.removed)
+
+    def flush(self) -> int:
+        """Removes every block of this client's namespace from every tier. Returns how many were there."""
+        admin = admin_pb2_grpc.AdminStub(self._connection.channel)
+        reply, _ = self._connection.ask(lambda at: (admin.Flush, admin_pb2.FlushRequest(namespace=_digest(at))))
+        return int(reply.removed)
+
+    def stats(self) -> dict[str, Any]:
+        """The daemon's figures; docs/stats.md says what each one means."""
+        admin = admin_pb2_grpc.AdminStub(self._connection.channel)
+        reply, _ = self._connection.ask(lambda at: (admin.Stats, admin_pb2.StatsRequest()))
+        tree: dict[str, Any] = json.loads(reply.json)
+        return tree
+
+    # -- for engines -----------------------------------------------------------------------------------------------
+
+    def reserve(
+        self, count: int, *, kv_group: int = 0, wait_s: float = 0.0, keys: Sequence[bytes] = ()
+    ) -> Reservation:
+        """Takes empty slots; colder blocks leave for them. One call.
+
+        Args:
+            count: How many. Ignored where keys are given.
+            wait_s: How long to wait for a pool that is being populated.
+            keys: What the slots are for, if known: those that exist already get none.
+        """
+        reply, _ = self._connection.ask(
+            lambda at: (
+                self._stub.Reserve,
+                engine_pb2.ReserveRequest(
+                    session=at.session,
+                    namespace=_digest(at),
+                    group=kv_group,
+                    count=count,
+                    wait_ms=int(wait_s * 1000),
+                    keys=keys,
+                ),
+            ),
+            wait_s=wait_s,
+        )
+        return Reservation(
+            generation=reply.generation,
+            offsets=offsets_array(reply.offsets),
+            epochs=epochs_array(reply.epochs),
+            shortfall=_SHORTFALL_WORDS[reply.shortfall],
+            exists=np.frombuffer(reply.exists, dtype=np.bool_),
+        )
+
+    def commit(
+        self,
+        generation: bytes,
+        offsets: Iterable[int] | Offsets,
+        keys: Sequence[bytes],
+        *,
+        kv_group: int = 0,
+        parent: bytes | None = None,
+    ) -> npt.NDArray[np.uint8]:
+        """Publishes filled slots under their keys. One call. The bytes must be in place before.
+
+        Args:
+            parent: The key before keys[0]; None where there is none or it is not known.
+
+        Returns:
+            For each slot: 1 stored, 2 the key existed (the slot went back), 3 this session does not hold that slot.
+
+        Raises:
+            StaleGeneration: the slots were of an earlier life of the daemon; nothing is lost but them.
+        """
+        attached = self._attached_to(generation)
+        request = engine_pb2.CommitRequest(
+            session=attached.session,
+            namespace=_digest(attached),
+            group=kv_group,
+            offsets=_packed(offsets),
+            keys=keys,
+            parent=parent or b"",
+        )
+        reply = self._connection.call(self._stub.Commit, request, attached)
+        return np.frombuffer(reply.outcomes, dtype=np.uint8)
+
+    def abort(self, generation: bytes, offsets: Iterable[int] | Offsets) -> int:
+        """Returns slots unfilled. Slots of an earlier life of the daemon are none any more. Returns how many went back."""
+        try:
+            attached = self._attached_to(generation)
+        except StaleGeneration:
+            return 0
+        request = engine_pb2.AbortRequest(session=attached.session, offsets=_packed(offsets))
+        return int(self._connection.call(self._stub.Abort, request, attached).returned)
+
+    def acquire(self, queries: Sequence[tuple[int, Sequence[bytes]]]) -> list[Lease]:
+        """Hit and pin in one step, for several runs of keys in one call.
+
+        Args:
+            queries: Pairs of a KV-cache group and keys in prefix order.
+
+        Returns:
+            One lease for each query, over the leading run that is there.
+        """
+        if not queries:
+            return []
+        reply, _ = self._connection.ask(
+            lambda at: (
+                self._stub.Acquire,
+                engine_pb2.AcquireRequest(
+                    session=at.session,
+                    namespace=_digest(at),
+                    queries=[engine_pb2.Query(group=group, keys=keys) for group, keys in queries],
+                ),
+            )
+        )
+        return [_lease(reply.generation, grant) for grant in reply.grants]
+
+    def release(self, leases: Iterable[Lease], *, remove: bool = False) -> int:
+        """Gives leases back, in one call. Those of an earlier life of the daemon ended with it. Returns how many there were.
+
+        Args:
+            remove: Only for leases of drop_select: the blocks leave every tier.
+        """
+        attached = self._connection.attached
+        if attached is None:
+            self._connection.check_usable()
+            return 0
+        ids = [lease.id for lease in leases if lease.id and lease.generation == attached.generation]
+        if not ids:
+            return 0
+        request = engine_pb2.ReleaseRequest(session=attached.session, leases=ids, remove=remove)
+        return int(self._connection.call(self._stub.Release, request, attached).released)
+
+    # -- helpers ---------------------------------------------------------------------------------------------------
+
+    def _attached_to(self, generation: bytes) -> Attached:
+        attached = self._connection.current()
+        if attached.generation != generation:
+            raise StaleGeneration("these slots belong to an earlier life of the daemon")
+        return attached
+
+    def _select(self, keys: Sequence[bytes], timeout_s: float, *, drop: bool) -> tuple[Found, Attached]:
+        if timeout_s < 0:
+            raise InvalidRequest(f"timeout_s is {timeout_s}: give seconds, 0 for what is there now")
+        reply, attached = self._connection.ask(
+            lambda at: (
+                self._stub.Select,
+                engine_pb2.SelectRequest(
+                    session=at.session,
+                    namespace=_digest(at),
+                    query=engine_pb2.Query(keys=keys),
+                    drop=drop,
+                    wait_ms=int(timeout_s * 1000),
+                ),
+            ),
+            wait_s=timeout_s,
+        )
+        lease = _lease(reply.generation, reply.grant)
+        if attached.arena is None:
+            self._connection.call(
+                self._stub.Release,
+                engine_pb2.ReleaseRequest(session=attached.session, leases=[lease.id]),
+                attached,
+            )
+            raise NoMapping(
+                f"{self.endpoint} is reached over the network and the pool's mapping cannot be: connect on the daemon's "
+                "host (unix:PATH)"
+            )
+        assert attached.namespace is not None
+        return Found(attached.arena, lease.id, lease.offsets, lease.epochs, attached.namespace.block_bytes), attached
+
+    @staticmethod
+    def _check_epochs(found: Found, attached: Attached) -> None:
+        assert attached.arena is not None
+        if not np.array_equal(attached.arena.epochs_of(found.offsets), found.epochs):
+            raise Damage("the bytes of a leased block changed while it was read; discard what was made of them")
+
+    def _give_back(self, found: Found, attached: Attached, *, remove: bool) -> None:
+        """Ends the lease, or leaves that to the last view where some are still in use."""
+        session, lease_id = attached.session, found.lease_id
+
+        def release(*, remove: bool = False, hold: bool = False) -> None:
+            request = engine_pb2.ReleaseRequest(session=session, leases=[lease_id], remove=remove, hold=hold)
+            self._connection.call(self._stub.Release, request, attached)
+
+        def later() -> None:
+            # Called by whichever thread dropped the last view, perhaps inside the garbage collector: no call from here.
+            self._inserter.call_soon(release)
+
+        try:
+            unused = found.close(later)
+            if unused or remove:
+                release(remove=remove, hold=not unused)
+        except RetryLater:
+            # The session is gone, and its pins with it. Only a removal that was not confirmed is worth an error.
+            if remove:
+                raise
+
+
+def _digest(attached: Attached) -> bytes:
+    if not attached.digest:
+        raise InvalidRequest("this client has no namespace: connect(..., namespace=kvstore.Namespace(...))")
+    return attached.digest
+
+
+def _lease(generation: bytes, grant: engine_pb2.Grant) -> Lease:
+    return Lease(grant.lease, generation, offsets_array(grant.offsets), epochs_array(grant.epochs), grant.pending)
+
+
+def _packed(offsets: Iterable[int] | Offsets) -> bytes:
+    if isinstance(offsets, np.ndarray):
+        return offsets.astype("<u8", copy=False).tobytes()
+    return pack_offsets(offsets)

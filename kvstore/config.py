@@ -1,0 +1,422 @@
+"""The daemon's settings: flags, then ``KVSTORE_…`` variables, then a TOML file, then defaults; checked once.
+
+pydantic checks and converts. Its companion pydantic-settings is not used: it reads only ``os.environ``, it cannot say
+which variable is unknown nor where a value came from, and its import is as long as that of all the rest together, in a
+process that promises to be ready within a second.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+import re
+import tomllib
+import typing
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal, Self
+
+import pydantic
+
+from kvstore.blocks import KEY_BYTES_MAX
+from kvstore.endpoint import ENVIRONMENT_VARIABLE, Endpoint, default_endpoint, parse_endpoint
+from kvstore.errors import ConfigError, InvalidRequest
+from kvstore.machine import Machine, read_machine
+from kvstore.secret import read_token
+
+PREFIX: Final = "KVSTORE_"
+#: Variable that names the TOML file where the flag is not given.
+CONFIG_VARIABLE: Final = "KVSTORE_CONFIG"
+
+_MIB: Final = 1 << 20
+_SIZE_ADVICE: Final = "write a size such as 1GB, 1GiB, 1e9 or 1000000000"
+#: Every key costs its own bytes, a tag and a length of at most two bytes in a message.
+_KEY_WIRE_BYTES_MAX: Final = KEY_BYTES_MAX + 3
+
+# Kubernetes gives every pod such variables for each Service whose name begins with "kvstore" (KVSTORE_SERVICE_HOST,
+# KVSTORE_PORT_7070_TCP_ADDR, …). They are not meant for the daemon, and refusing them would stop it in most clusters.
+_KUBERNETES: Final = re.compile(
+    r"KVSTORE_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_(ADDR|PORT|PROTO))?)"
+)
+_KUBERNETES_URL: Final = re.compile(r"(tcp|udp|sctp)://")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Limits:
+    """Ceilings of the wire. What goes over one is answered RESOURCE_EXHAUSTED with the limit named.
+
+    Attributes:
+        keys_max: Keys in one call. A 1 M token prompt of 16-token blocks has 65,536.
+        message_bytes_max: Bytes of one gRPC message. Room for `keys_max` of the longest keys, and four times gRPC's own
+            default of 4 MiB, which a batch of a long prompt already passes.
+        sessions_max: Sessions at once. Each holds a stream and an fd of the daemon; a host runs tens of engines.
+        namespaces_max: Namespaces open at once. Each keeps its text and books for the daemon's life.
+        namespace_text_bytes_max: Bytes of a namespace's canonical text. A model of 200 layers with long names has 20 kB.
+        wait_s_max: Longest wait that a Select or a Reserve may ask for, so that no forgotten call waits for ever.
+    """
+
+    keys_max: int = 65_536
+    message_bytes_max: int = 16 * _MIB
+    sessions_max: int = 4_096
+    namespaces_max: int = 4_096
+    namespace_text_bytes_max: int = 256 * 1024
+    wait_s_max: float = 600.0
+
+
+def _parse_bytes(value: object) -> object:
+    """`1e9` and `1_000` are numbers to people; the library below reads only digits and units."""
+    if isinstance(value, bool):
+        raise ValueError(_SIZE_ADVICE)
+    if isinstance(value, str):
+        try:
+            value = float(value)
+        except ValueError:
+            return value
+    if isinstance(value, float):
+        if not value.is_integer():
+            raise ValueError(f"{value} is not a whole number of bytes")
+        return int(value)
+    return value
+
+
+def _parse_listeners(value: object) -> object:
+    texts: object = value
+    if isinstance(value, str):
+        texts = [part for part in value.split(",") if part.strip()]
+    if not isinstance(texts, (list, tuple)):
+        raise ValueError("write one endpoint or a list of them")
+    return tuple(_parse_endpoint(text) for text in texts)
+
+
+def _parse_endpoint(value: object) -> object:
+    return parse_endpoint(value) if isinstance(value, str) else value
+
+
+def _field(unit: str, default: Any = dataclasses.MISSING, *, help: str, metavar: str = "", **checks: Any) -> Any:
+    """A setting: unit and help are what `--help` and docs/config.md print."""
+    extra: dict[str, Any] = {"unit": unit, "metavar": metavar or unit.upper()}
+    if callable(default):
+        checks["default_factory"] = default
+    elif default is not dataclasses.MISSING:
+        checks["default"] = default
+    return pydantic.Field(description=help, json_schema_extra=extra, **checks)
+
+
+Bytes = Annotated[pydantic.ByteSize, pydantic.BeforeValidator(_parse_bytes)]
+Listeners = Annotated[tuple[Endpoint, ...], pydantic.BeforeValidator(_parse_listeners)]
+Address = Annotated[Endpoint, pydantic.BeforeValidator(_parse_endpoint)]
+
+
+def _cpus() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+class Settings(pydantic.BaseModel):
+    """What `kvstore serve` is told. Made by :func:`load_settings`; made directly, only the values given are looked at."""
+
+    model_config = pydantic.ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    cpu_bytes: Bytes = _field(
+        "bytes",
+        ge=16 * _MIB,
+        metavar="SIZE",
+        help="Size of the pool in memory, with all its bookkeeping: 1GB, 1GiB, 1e9 or a plain number of bytes. "
+        "Required. At least 16 MiB, at most what the machine has free.",
+    )
+    block_size: int = _field(
+        "tokens",
+        64,
+        ge=1,
+        le=1 << 20,
+        help="Tokens per block that the daemon advertises. An engine with another block size is served in a "
+        "namespace of its own.",
+    )
+    listen: Listeners = _field(
+        "endpoint",
+        lambda: (default_endpoint(),),
+        min_length=1,
+        help="Where to listen: unix:PATH (folder 0700, socket 0600) or HOST:PORT. May be repeated. A HOST that other "
+        "machines can reach needs --token-file. Default: $KVSTORE_ENDPOINT, else "
+        "unix:$XDG_RUNTIME_DIR/kvstore/kvstore.sock, else unix:/run/kvstore/kvstore.sock.",
+    )
+    token_file: Path | None = _field(
+        "file",
+        None,
+        help="File with the bearer token that every call on a HOST:PORT listener must carry. Calls on a Unix socket "
+        "need none: the socket's permissions decide.",
+    )
+    hugepages: Literal["auto", "hugetlb", "thp", "off"] = _field(
+        "choice",
+        "auto",
+        metavar="auto|hugetlb|thp|off",
+        help="Page size of the pool. auto: reserved huge pages, else transparent ones, else 4 KiB pages with one "
+        "warning. hugetlb and thp: only that kind, or the daemon does not start. off: 4 KiB pages.",
+    )
+    populate_threads: int = _field(
+        "threads",
+        lambda: min(4, _cpus()),
+        ge=1,
+        le=64,
+        help="Threads that touch the pool's pages after the start. Default: the CPUs of this process, at most 4.",
+    )
+    drain_s: float = _field(
+        "seconds",
+        10.0,
+        ge=0,
+        le=3600,
+        help="How long a stopping daemon waits for leases and reservations to come back.",
+    )
+    session_grace_s: float = _field(
+        "seconds",
+        30.0,
+        ge=0,
+        le=3600,
+        help="How long the pins of a lost session stay held where its process cannot be watched. Longer than any copy "
+        "takes, or a reader may find its bytes replaced (it notices, and takes a miss).",
+    )
+    message_bytes_max: Bytes = _field(
+        "bytes",
+        Limits().message_bytes_max,
+        ge=64 * 1024,
+        le=1 << 30,
+        metavar="SIZE",
+        help="Largest gRPC message, in either direction. Must hold keys_max keys of the longest kind.",
+    )
+    keys_max: int = _field(
+        "keys",
+        Limits().keys_max,
+        ge=1,
+        le=1 << 20,
+        help="Most keys in one call.",
+    )
+    metrics_listen: Address | None = _field(
+        "endpoint",
+        None,
+        metavar="HOST:PORT",
+        help="Serve Prometheus metrics over HTTP there, at /metrics. Default: no listener (`kvstore stats "
+        "--prometheus` prints the same text).",
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = _field(
+        "choice",
+        "info",
+        metavar="debug|info|warning|error",
+        help="Least important log line that is written.",
+    )
+    log_format: Literal["auto", "console", "json"] = _field(
+        "choice",
+        "auto",
+        metavar="auto|console|json",
+        help="Log lines on stderr. auto: console on a terminal, one JSON object a line in a pipe.",
+    )
+
+    @pydantic.field_validator("metrics_listen")
+    @classmethod
+    def _metrics_speak_http(cls, value: Endpoint | None) -> Endpoint | None:
+        if value is not None and value.is_unix:
+            raise ValueError(f"metrics are served over HTTP on HOST:PORT, not on {value}")
+        return value
+
+    @pydantic.model_validator(mode="after")
+    def _agree(self) -> Self:
+        """Rules about several settings at once."""
+        seen: set[Endpoint] = set()
+        for endpoint in (*self.listen, *([self.metrics_listen] if self.metrics_listen else [])):
+            # Port 0 is a different port each time.
+            if endpoint in seen and (endpoint.is_unix or endpoint.port):
+                raise ValueError(f"{endpoint} is listened on twice: remove one --listen or --metrics-listen")
+            seen.add(endpoint)
+            if endpoint != self.metrics_listen and not endpoint.is_loopback and self.token_file is None:
+                raise ValueError(
+                    f"--listen {endpoint} can be reached from other machines and needs --token-file FILE"
+                    " (or listen on 127.0.0.1 or a Unix socket)"
+                )
+        if self.keys_max * _KEY_WIRE_BYTES_MAX > self.message_bytes_max:
+            raise ValueError(
+                f"{self.keys_max} keys (--keys-max) of {KEY_BYTES_MAX} bytes do not fit a message of"
+                f" {int(self.message_bytes_max)} bytes (--message-bytes-max):"
+                f" it takes {self.keys_max * _KEY_WIRE_BYTES_MAX}"
+            )
+        return self
+
+    @property
+    def limits(self) -> Limits:
+        """Ceilings of the wire, with the two that can be set."""
+        return Limits(keys_max=self.keys_max, message_bytes_max=int(self.message_bytes_max))
+
+    def read_token(self) -> str | None:
+        """The token that HOST:PORT listeners ask for; None where none is asked.
+
+        Raises:
+            ConfigError: the file cannot be used.
+        """
+        return None if self.token_file is None else read_token(self.token_file)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Origin:
+    """A value as it was written, and where.
+
+    Attributes:
+        value: As written.
+        place: ``--flag``, ``$VARIABLE``, ``FILE`` or ``default``.
+    """
+
+    value: object
+    place: str
+
+
+def flag_of(name: str) -> str:
+    """Command-line flag of a setting."""
+    return "--" + name.replace("_", "-")
+
+
+def variable_of(name: str) -> str:
+    """Environment variable of a setting."""
+    return PREFIX + name.upper()
+
+
+def gather(flags: Mapping[str, object], config_path: Path | None, environ: Mapping[str, str]) -> dict[str, Origin]:
+    """Every setting that somebody wrote, by name, with the winner of flags, environment and file.
+
+    Args:
+        flags: Values by setting; None and empty tuples count as not given.
+        config_path: TOML file; None: ``$KVSTORE_CONFIG``, else no file.
+        environ: The environment.
+
+    Raises:
+        ConfigError: a name is unknown, or the file cannot be read.
+    """
+    found: dict[str, Origin] = {}
+    if config_path is None and environ.get(CONFIG_VARIABLE):
+        config_path = Path(environ[CONFIG_VARIABLE])
+    if config_path is not None:
+        for name, value in _read_toml(config_path).items():
+            if name not in Settings.model_fields:
+                raise _unknown(f"{config_path}: {name!r}", name, Settings.model_fields)
+            found[name] = Origin(value, str(config_path))
+    variables = {variable_of(name): name for name in Settings.model_fields}
+    for variable, text in sorted(environ.items()):
+        if not variable.startswith(PREFIX) or variable in (ENVIRONMENT_VARIABLE, CONFIG_VARIABLE):
+            continue
+        if variable in variables:
+            found[variables[variable]] = Origin(text, f"${variable}")
+        elif not _is_kubernetes(variable, text):
+            raise _unknown(f"environment variable {variable}", variable, variables)
+    for name, value in flags.items():
+        if name not in Settings.model_fields:
+            raise _unknown(f"flag {flag_of(name)}", flag_of(name), map(flag_of, Settings.model_fields))
+        if value is not None and value != ():
+            found[name] = Origin(value, flag_of(name))
+    if "listen" not in found:
+        place = f"${ENVIRONMENT_VARIABLE}" if environ.get(ENVIRONMENT_VARIABLE) else "default"
+        try:
+            found["listen"] = Origin((default_endpoint(environ),), place)
+        except InvalidRequest as error:
+            raise ConfigError(str(error)) from error
+    return found
+
+
+def load_settings(
+    flags: Mapping[str, object],
+    config_path: Path | None = None,
+    environ: Mapping[str, str] | None = None,
+    machine: Machine | None = None,
+) -> Settings:
+    """Gathers, converts and checks the settings.
+
+    Args:
+        flags: Values by setting; None and empty tuples count as not given.
+        config_path: TOML file; None: ``$KVSTORE_CONFIG``, else no file.
+        environ: The environment; None: this process's.
+        machine: What the pool may be carved from; None: this machine.
+
+    Raises:
+        ConfigError: a name is unknown or a value impossible; says which, where it was written, and why.
+    """
+    found = gather(flags, config_path, os.environ if environ is None else environ)
+    if "cpu_bytes" not in found:
+        raise ConfigError(
+            "the size of the pool is not set: write --cpu-bytes 1GB, KVSTORE_CPU_BYTES=1GB or, in the --config file,"
+            ' cpu_bytes = "1GB"'
+        )
+    try:
+        settings = Settings(**{name: origin.value for name, origin in found.items()})  # type: ignore[arg-type]
+    except pydantic.ValidationError as error:
+        raise ConfigError(_explain(error, found)) from error
+    _check_fits(settings, found["cpu_bytes"], read_machine() if machine is None else machine)
+    settings.read_token()
+    return settings
+
+
+def parse_bytes(text: str, place: str) -> int:
+    """Reads a size as the settings do.
+
+    Args:
+        text: Such as 1GB, 1GiB, 1e9 or 1000000000.
+        place: The flag it was written at, for the error.
+
+    Raises:
+        ConfigError: it is not a size.
+    """
+    try:
+        return int(pydantic.TypeAdapter(Bytes).validate_python(text))
+    except pydantic.ValidationError:
+        raise ConfigError(f"{place} is {text!r}: {_SIZE_ADVICE}") from None
+
+
+def _check_fits(settings: Settings, origin: Origin, machine: Machine) -> None:
+    room = machine.pool_bytes_max(hugetlb=settings.hugepages in ("auto", "hugetlb"))
+    if settings.cpu_bytes > room:
+        raise ConfigError(
+            f"cpu_bytes ({origin.place}) is {int(settings.cpu_bytes)} bytes and this machine can give {room}"
+            f" ({machine.describe()}): write a smaller size"
+        )
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        with path.open("rb") as file:
+            return tomllib.load(file)
+    except OSError as error:
+        raise ConfigError(f"config file {path}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config file {path} is not TOML: {error}") from error
+
+
+def _is_kubernetes(variable: str, text: str) -> bool:
+    if variable.endswith("_PORT") and _KUBERNETES_URL.match(text):
+        return True
+    return _KUBERNETES.fullmatch(variable) is not None
+
+
+def _unknown(what: str, name: str, valid: Iterable[str]) -> ConfigError:
+    names = list(valid)
+    # Dashes for underscores is the usual slip in a file, and case the usual one in a variable.
+    folded = {valid_name.replace("-", "_").lower(): valid_name for valid_name in names}
+    near = difflib.get_close_matches(name.replace("-", "_").lower(), folded, n=1, cutoff=0.0)
+    return ConfigError(f"{what} is not a setting; the nearest one is {folded[near[0]]!r}")
+
+
+def _explain(error: pydantic.ValidationError, found: Mapping[str, Origin]) -> str:
+    """All findings in one line."""
+    findings: list[str] = []
+    for detail in error.errors(include_url=False):
+        cause = detail.get("ctx", {}).get("error")
+        reason = str(cause) if cause is not None else detail["msg"][:1].lower() + detail["msg"][1:]
+        if not detail["loc"]:
+            findings.append(reason)
+            continue
+        name = str(detail["loc"][0])
+        origin = found.get(name, Origin(detail["input"], "default"))
+        if detail["type"] == "literal_error":
+            near = difflib.get_close_matches(str(origin.value), _choices(name), n=1, cutoff=0.0)
+            reason += f"; the nearest one is {near[0]!r}"
+        elif detail["type"].startswith("byte_size"):
+            reason = _SIZE_ADVICE
+        findings.append(f"{name} ({origin.place}) is {origin.value!r}: {reason}")
+    return "; ".join(findings)
+
+
+def _choices(name: str) -> tuple[str, ...]:
+    return typing.get_args(Settings.model_fields[name].annotation)

@@ -1,0 +1,340 @@
+"""The client's line to a daemon: attaches, maps the pool, notices when the daemon goes, attaches again."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any, Final, TypeVar
+
+import grpc
+
+from kvstore.arena import ArenaView
+from kvstore.blocks import Namespace
+from kvstore.endpoint import Endpoint
+from kvstore.errors import (
+    ClientClosed,
+    DaemonUnavailable,
+    ForkedClient,
+    KVStoreError,
+    StaleGeneration,
+    UnknownSession,
+)
+from kvstore.handoff import SUFFIX as HANDOFF_SUFFIX
+from kvstore.handoff import receive
+from kvstore.wire.channel import open_channel
+from kvstore.wire.convert import client_errors, error_of
+from kvstore.wire.v1 import engine_pb2, engine_pb2_grpc
+
+Reply = TypeVar("Reply")
+
+#: Pauses between attempts to attach. The last one keeps the promise to be back within 2 s of the daemon's return.
+_PAUSES_S: Final = (0.02, 0.05, 0.1, 0.2, 0.5)
+#: Step in which page-table entries are made; between two steps the thread looks whether it should stop.
+_PREFAULT_BYTES: Final = 64 << 20
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Attached:
+    """One session with one life of a daemon.
+
+    Attributes:
+        arena: The mapping; None where this client cannot have it.
+        digest: Digest of the namespace that was opened; empty where none was.
+    """
+
+    session: bytes
+    generation: bytes
+    arena: ArenaView | None
+    namespace: Namespace | None
+    digest: bytes
+    block_size: int
+    keys_max: int
+
+
+class Connection:
+    """Keeps a session with the daemon at one endpoint. Safe from any thread, not over a fork.
+
+    Args:
+        patient: Whether calls wait (up to their timeout) for a daemon that is away, or fail at once.
+        prefault: Whether to make page-table entries for the pool in the background, so that copies do not stop for faults.
+    """
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        request: engine_pb2.AttachRequest,
+        namespace: Namespace | None,
+        *,
+        token: str | None,
+        timeout_s: float,
+        patient: bool,
+        prefault: bool,
+    ) -> None:
+        self.endpoint = endpoint
+        self.timeout_s = timeout_s
+        self.patient = patient
+        self._pid = os.getpid()
+        self._request = request
+        self._namespace = namespace
+        self._prefault_wanted = prefault
+        self.channel = open_channel(endpoint, token)
+        self.stub: Any = engine_pb2_grpc.EngineStub(self.channel)
+        self._changed = threading.Condition()  # guards the fields below
+        self._attached: Attached | None = None
+        self._last_error: KVStoreError | None = None
+        self._closed = False
+        self._stream: Any = None
+        self._stop = threading.Event()
+        self._population = threading.Event()
+        self._thread = threading.Thread(target=self._keep_attached, name="kvstore-attach", daemon=True)
+        self._thread.start()
+
+    # -- calls -----------------------------------------------------------------------------------------------------
+
+    @property
+    def attached(self) -> Attached | None:
+        """The session, if there is one now."""
+        return self._attached
+
+    def check_usable(self) -> None:
+        """Raises ForkedClient or ClientClosed where no call can work any more."""
+        if os.getpid() != self._pid:
+            raise ForkedClient(
+                "this client was made before a fork: neither gRPC nor its session survives one. Connect in the child"
+            )
+        if self._closed:
+            raise ClientClosed("this client was closed")
+
+    def current(self, timeout_s: float | None = None, other_than: Attached | None = None) -> Attached:
+        """The session. A patient client waits for one for up to timeout_s (None: the client's own).
+
+        Raises:
+            DaemonUnavailable: there is none.
+            CallerMistake: the daemon refuses this client, and why.
+        """
+        self.check_usable()
+        found = self._attached
+        if found is not None and found is not other_than:
+            return found
+        with self._changed:
+            if self.patient:
+                self._changed.wait_for(
+                    lambda: self._closed or self._refused or (self._attached not in (None, other_than)),
+                    self.timeout_s if timeout_s is None else timeout_s,
+                )
+            self.check_usable()
+            found, error = self._attached, self._last_error
+        if found is not None and found is not other_than:
+            return found
+        raise error or DaemonUnavailable(
+            f"no daemon answers at {self.endpoint}: start one with `kvstore serve --cpu-bytes 1GB`"
+        )
+
+    @property
+    def _refused(self) -> bool:
+        """Whether the daemon is there and says no: waiting does not help."""
+        return self._last_error is not None and not isinstance(self._last_error, DaemonUnavailable)
+
+    def call(self, method: Any, request: Any, attached: Attached, timeout_s: float | None = None) -> Any:
+        """One call within a session. Not repeated: what it names belongs to that session.
+
+        Raises:
+            StaleGeneration: the session has ended on the daemon's side; a new one is being attached.
+            KVStoreError: what the daemon answered.
+        """
+        self.check_usable()
+        try:
+            with client_errors(self.endpoint):
+                return method(request, timeout=self.timeout_s if timeout_s is None else timeout_s)
+        except UnknownSession as error:
+            self._lose(attached)
+            raise StaleGeneration("the daemon was restarted, or ended this session: attaching again") from error
+
+    def ask(
+        self, build: Callable[[Attached], tuple[Any, Any]], timeout_s: float | None = None, wait_s: float = 0.0
+    ) -> tuple[Any, Attached]:
+        """One call that may be repeated: a patient client asks the next life of the daemon where this one goes away.
+
+        Args:
+            build: Makes method and request for a session.
+            wait_s: How long the daemon may wait before it answers, on top of the deadline.
+        """
+        timeout_s = self.timeout_s if timeout_s is None else timeout_s
+        deadline = time.monotonic() + timeout_s
+        lost: Attached | None = None
+        while True:
+            left = max(0.001, deadline - time.monotonic())
+            attached = self.current(left, other_than=lost)
+            method, request = build(attached)
+            try:
+                return self.call(method, request, attached, left + wait_s), attached
+            except (DaemonUnavailable, StaleGeneration):
+                if not self.patient or time.monotonic() >= deadline:
+                    raise
+                lost = attached
+
+    # -- attaching -------------------------------------------------------------------------------------------------
+
+    def open_namespace(self, namespace: Namespace) -> Attached:
+        """Opens another namespace in this and every later session.
+
+        Raises:
+            SizeMismatch, InvalidRequest, DaemonUnavailable: it cannot be opened; the one before stays.
+        """
+        while True:
+            attached = self.current()
+            settled, digest = self._open(attached.session, namespace, attached.block_size)
+            with self._changed:
+                if self._attached is attached:
+                    self._namespace = namespace
+                    self._attached = dataclasses.replace(attached, namespace=settled, digest=digest)
+                    return self._attached
+
+    def _open(self, session: bytes, namespace: Namespace, block_size: int) -> tuple[Namespace, bytes]:
+        settled = namespace.settled(block_size)
+        request = engine_pb2.OpenNamespaceRequest(
+            session=session, text=settled.identity(), group_bytes=settled.group_bytes
+        )
+        with client_errors(self.endpoint):
+            return settled, self.stub.OpenNamespace(request, timeout=self.timeout_s).digest
+
+    def _keep_attached(self) -> None:
+        """The thread: one round for each life of the daemon."""
+        attempt = 0
+        while not self._stop.is_set():
+            error: KVStoreError
+            try:
+                if self._attach_and_listen():
+                    attempt = 0
+                error = DaemonUnavailable(f"the daemon at {self.endpoint} has gone")
+            except KVStoreError as raised:
+                error = raised.with_traceback(None)  # its frames would keep the mapping alive
+            except grpc.RpcError as failure:
+                error = error_of(failure, str(self.endpoint))
+            with self._changed:
+                self._attached = None
+                self._last_error = error
+                self._changed.notify_all()
+            self._stop.wait(_PAUSES_S[min(attempt, len(_PAUSES_S) - 1)])
+            attempt += 1
+
+    def _attach_and_listen(self) -> bool:
+        """Attaches and reads events until the stream ends. Returns whether it had got as far as a session."""
+        stream = self.stub.Attach(self._request)
+        with self._changed:
+            if self._closed:
+                stream.cancel()
+                return False
+            self._stream = stream
+        # The stream has no deadline, as it lives as long as the session; its first event has one.
+        watchdog = threading.Timer(self.timeout_s, stream.cancel)
+        watchdog.daemon = True
+        watchdog.start()
+        try:
+            welcome = next(stream).welcome
+            attached = self._settle(welcome)
+        except StopIteration:
+            return False
+        except KVStoreError:
+            stream.cancel()
+            raise
+        finally:
+            watchdog.cancel()
+        with self._changed:
+            self._attached = attached
+            self._last_error = None
+            self._changed.notify_all()
+        if attached.arena is not None and self._prefault_wanted:
+            threading.Thread(
+                target=self._prefault, args=(weakref.ref(attached.arena),), name="kvstore-prefault", daemon=True
+            ).start()
+        try:
+            for event in stream:
+                if event.HasField("population") and attached.arena is not None:
+                    attached.arena.populated_bytes = event.population.populated_bytes
+                    self._population.set()
+        except grpc.RpcError:
+            pass  # the daemon has gone, or this client was closed
+        return True
+
+    def _settle(self, welcome: engine_pb2.Welcome) -> Attached:
+        """Maps the pool and opens the namespace."""
+        arena = None
+        # A client in a container sees the socket's folder under another name than the daemon: go by its own.
+        path = self.endpoint.path + HANDOFF_SUFFIX if self.endpoint.is_unix else welcome.handoff_path
+        if path and (self.endpoint.is_unix or (self.endpoint.is_loopback and os.path.exists(path))):
+            handoff = receive(path, welcome.session, self.timeout_s)
+            try:
+                arena = ArenaView(handoff.pool_fd, handoff.epochs_fd, handoff.size_bytes, welcome.generation)
+            except BaseException:
+                handoff.connection.close()
+                raise
+            finally:
+                os.close(handoff.pool_fd)
+                os.close(handoff.epochs_fd)
+            arena.populated_bytes = welcome.populated_bytes
+            # The connection is the session's life. It ends with the last view of the mapping, not with this object, so
+            # that no slot is given to others under a reader.
+            arena.on_unmapped(handoff.connection.close)
+        namespace, digest = self._namespace, b""
+        if namespace is not None:
+            namespace, digest = self._open(welcome.session, namespace, welcome.block_size)
+        return Attached(
+            session=welcome.session,
+            generation=welcome.generation,
+            arena=arena,
+            namespace=namespace,
+            digest=digest,
+            block_size=welcome.block_size,
+            keys_max=welcome.keys_max,
+        )
+
+    def _prefault(self, arena_ref: weakref.ref[ArenaView]) -> None:
+        """The thread that makes page-table entries, as far as the pool is populated."""
+        done = 0
+        while not self._stop.is_set():
+            arena = arena_ref()
+            if arena is None or done >= arena.size_bytes:
+                return
+            self._population.clear()
+            length = min(_PREFAULT_BYTES, arena.populated_bytes - done)
+            if length > 0:
+                try:
+                    arena.prefault(done, length)
+                except MemoryError:
+                    return  # copies will fault the pages in, or fail, by themselves
+                done += length
+            del arena
+            if length <= 0:
+                self._population.wait(timeout=1.0)
+
+    def _lose(self, attached: Attached) -> None:
+        """The daemon does not know this session: drop it and attach again."""
+        with self._changed:
+            if self._attached is attached:
+                self._attached = None
+                self._last_error = None
+                if self._stream is not None:
+                    self._stream.cancel()
+
+    def close(self) -> None:
+        """Ends the session once nothing touches the mapping any more. Calls after this raise ClientClosed."""
+        with self._changed:
+            if self._closed:
+                return
+            self._closed = True
+            self._attached = None
+            stream = self._stream
+            self._changed.notify_all()
+        self._stop.set()
+        self._population.set()
+        if os.getpid() != self._pid:
+            return  # the parent's channel and threads are not this process's to end
+        if stream is not None:
+            stream.cancel()
+        self._thread.join(self.timeout_s)
+        self.channel.close()

@@ -1,0 +1,296 @@
+"""Composition root: builds the daemon, starts it, drains it, stops it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import json
+import os
+import secrets
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any, Final
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+import kvstore
+from kvstore.admin import AdminClient
+from kvstore.arena import Arena
+from kvstore.clock import SystemClock
+from kvstore.config import Settings
+from kvstore.endpoint import Endpoint, EndpointKind
+from kvstore.errors import AlreadyRunning, ConfigError, KVStoreError
+from kvstore.handoff import SUFFIX as HANDOFF_SUFFIX
+from kvstore.handoff import HandoffServer
+from kvstore.hierarchy import Hierarchy
+from kvstore.lockfile import SocketLock
+from kvstore.log import get_logger
+from kvstore.metrics import MetricsServer
+from kvstore.population import Populator
+from kvstore.service import AdminService, EngineService, Gate
+from kvstore.stats import Stats, hierarchy_stats
+from kvstore.wire.v1 import admin_pb2, admin_pb2_grpc, engine_pb2, engine_pb2_grpc
+
+_SERVICES: Final = tuple(
+    module.DESCRIPTOR.services_by_name[name].full_name for module, name in ((engine_pb2, "Engine"), (admin_pb2, "Admin"))
+)
+#: Objects between two collections of the youngest generation, see _tune_garbage_collector.
+_GC_THRESHOLD: Final = 50_000
+
+log = get_logger("kvstore.daemon")
+
+
+def run(settings: Settings) -> int:
+    """Runs a daemon until SIGTERM or SIGINT. Returns the exit code.
+
+    Raises:
+        AlreadyRunning: another daemon holds a socket; it is named.
+        ConfigError: a setting that only shows to be impossible now.
+    """
+    _tune_garbage_collector()
+    with contextlib.ExitStack() as stack:
+        for endpoint in settings.listen:
+            if endpoint.is_unix:
+                stack.enter_context(SocketLock(endpoint.path))
+        return asyncio.run(_Daemon(settings).run())
+
+
+def _tune_garbage_collector() -> None:
+    """A full collection walks every block of the directory (0.5 s for a million) and finds nothing: blocks are freed by
+    their reference counts. What gRPC leaves in cycles is young, so the two younger generations are enough.
+    """
+    gc.freeze()
+    gc.set_threshold(_GC_THRESHOLD, 20, 1_000_000)
+
+
+class _Daemon:
+    """One life of a daemon."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._clock = SystemClock()
+        self._started = self._clock.monotonic()
+        self._generation = secrets.token_bytes(8)
+        self._arena = Arena(settings.cpu_bytes, settings.hugepages)
+        self._hierarchy = Hierarchy(self._arena, self._clock)
+        self._gate = Gate(settings.read_token())
+        unix = next((endpoint for endpoint in settings.listen if endpoint.is_unix), None)
+        limits = settings.limits
+        self._engine = EngineService(
+            self._hierarchy,
+            self._gate,
+            generation=self._generation,
+            block_size=settings.block_size,
+            handoff_path=unix.path + HANDOFF_SUFFIX if unix else "",
+            keys_max=limits.keys_max,
+            sessions_max=limits.sessions_max,
+            wait_s_max=limits.wait_s_max,
+        )
+        self._admin = AdminService(
+            self._hierarchy, self._gate, stats=lambda: json.dumps(self.stats()), ping=self._ping
+        )
+        self._listening: list[Endpoint] = []
+        self._handoff = HandoffServer(
+            self._arena.memory.fd,
+            self._arena.epochs_fd,
+            self._arena.size_bytes,
+            self._engine.mapping_opened,
+            self._engine.mapping_closed,
+        )
+
+    async def run(self) -> int:
+        """Serves until a signal, then drains and stops."""
+        loop = asyncio.get_running_loop()
+        stopping = asyncio.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, stopping.set)
+        server = grpc.aio.server(
+            options=(
+                ("grpc.max_receive_message_length", self._settings.limits.message_bytes_max),
+                ("grpc.max_send_message_length", -1),
+                ("grpc.so_reuseport", 0),
+                # Clients ping every 10 s while idle, see kvstore/wire/channel.py.
+                ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+                ("grpc.keepalive_time_ms", 10_000),
+                ("grpc.keepalive_timeout_ms", 10_000),
+            )
+        )
+        engine_pb2_grpc.add_EngineServicer_to_server(self._engine, server)
+        admin_pb2_grpc.add_AdminServicer_to_server(self._admin, server)
+        health_service = health.aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(health_service, server)
+        reflection.enable_server_reflection((*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+        self._listening = [self._listen(server, endpoint) for endpoint in self._settings.listen]
+        await server.start()
+        for endpoint in self._listening:
+            if endpoint.is_unix:
+                os.chmod(endpoint.path, 0o600)
+                self._handoff.listen(endpoint.path + HANDOFF_SUFFIX)
+        metrics = self._serve_metrics(loop)
+        for name in (*_SERVICES, ""):
+            await health_service.set(name, health_pb2.HealthCheckResponse.SERVING)
+        log.info(
+            "ready",
+            listen=[str(endpoint) for endpoint in self._listening],
+            pool_bytes=self._arena.size_bytes,
+            backing=self._arena.memory.backing.kind,
+            block_size=self._settings.block_size,
+            start_s=round(self._clock.monotonic() - self._started, 3),
+        )
+        if self._arena.memory.backing.kind == "4k" and self._settings.hugepages == "auto":
+            log.warning("the pool is on 4 KiB pages: first touch is 4x slower, disk 2x", why=self._arena.memory.backing.note)
+        populator = self._populate(loop)
+        try:
+            await stopping.wait()
+            await health_service.enter_graceful_shutdown()
+            await self._drain()
+        finally:
+            populator.stop()
+            if metrics is not None:
+                metrics.close()
+            await server.stop(grace=1.0)
+            await self._handoff.close()
+        log.info("stopped")
+        return 0
+
+    def _listen(self, server: Any, endpoint: Endpoint) -> Endpoint:
+        """Opens one listener; with the port that was chosen where 0 was asked."""
+        before = os.umask(0o077)
+        try:
+            port = server.add_insecure_port(endpoint.grpc_target)
+        except RuntimeError as error:
+            holder = self._who_is(endpoint)
+            if holder is not None:
+                raise AlreadyRunning(f"another daemon (pid {holder}) listens on {endpoint}", holder) from error
+            raise ConfigError(f"--listen {endpoint}: cannot listen there (taken by another program?): {error}") from error
+        finally:
+            os.umask(before)
+        if endpoint.is_unix:
+            return endpoint
+        return Endpoint(EndpointKind.TCP, host=endpoint.host, port=port)
+
+    def _who_is(self, endpoint: Endpoint) -> int | None:
+        """pid of the daemon at an endpoint, if it is one and lets us ask."""
+        with contextlib.suppress(KVStoreError), AdminClient(str(endpoint), self._settings.read_token(), 1.0) as client:
+            return client.ping().pid
+        return None
+
+    def _populate(self, loop: asyncio.AbstractEventLoop) -> Populator:
+        progress = _progress_bar(self._arena.size_bytes)
+
+        def add(length: int) -> None:
+            self._hierarchy.add_populated(length)
+            self._engine.tell()
+            progress(length)
+            if self._arena.populated:
+                self._read_huge_bytes(loop)
+
+        def fail(error: MemoryError) -> None:
+            self._hierarchy.end_population()
+            log.error("the pool is smaller than asked", populated_bytes=self._arena.populated_bytes, why=str(error))
+
+        def in_loop(function: Callable[[Any], None]) -> Callable[[Any], None]:
+            def call(argument: Any) -> None:
+                with contextlib.suppress(RuntimeError):  # the loop has closed: nobody needs to know any more
+                    loop.call_soon_threadsafe(function, argument)
+
+            return call
+
+        populator = Populator(self._arena.memory, self._settings.populate_threads, in_loop(add), in_loop(fail))
+        populator.start()
+        return populator
+
+    def _read_huge_bytes(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Asks the kernel once what pages it gave, off the loop: it walks the page tables for that."""
+
+        def told(future: asyncio.Future[int]) -> None:
+            if future.cancelled() or future.exception() is not None:
+                return
+            self._arena.huge_bytes = future.result()
+            log.info("populated", pool_bytes=self._arena.size_bytes, huge_bytes=self._arena.huge_bytes)
+
+        loop.run_in_executor(None, self._arena.memory.huge_bytes).add_done_callback(told)
+
+    async def _drain(self) -> None:
+        """Takes no new work and waits for what is held, at most drain_s."""
+        self._hierarchy.draining = True
+        self._hierarchy.wake_all()
+        self._engine.tell()
+        deadline = self._clock.monotonic() + self._settings.drain_s
+        held = self._held()
+        log.info("draining", leases=held[0], reserved_slots=held[1], drain_s=self._settings.drain_s)
+        while any(held) and self._clock.monotonic() < deadline:
+            await asyncio.sleep(0.02)
+            held = self._held()
+        if any(held):
+            log.warning("stopping although something is held", leases=held[0], reserved_slots=held[1])
+
+    def _held(self) -> tuple[int, int]:
+        sessions = list(self._hierarchy.sessions)
+        return sum(len(session.leases) for session in sessions), sum(len(session.reserved) for session in sessions)
+
+    def _serve_metrics(self, loop: asyncio.AbstractEventLoop) -> MetricsServer | None:
+        if self._settings.metrics_listen is None:
+            return None
+
+        async def read() -> Stats:
+            return self.stats()
+
+        def read_from_thread() -> Stats:
+            # The books belong to the loop, and the metrics server answers in threads of its own.
+            return asyncio.run_coroutine_threadsafe(read(), loop).result(timeout=5.0)
+
+        return MetricsServer(self._settings.metrics_listen, read_from_thread)
+
+    def _ping(self) -> admin_pb2.PingReply:
+        return admin_pb2.PingReply(
+            generation=self._generation,
+            version=kvstore.__version__,
+            pid=os.getpid(),
+            uptime_s=self._clock.monotonic() - self._started,
+        )
+
+    def stats(self) -> Stats:
+        """Everything `kvstore stats` shows. On the loop."""
+        return {
+            "version": kvstore.__version__,
+            "generation": self._generation.hex(),
+            "pid": os.getpid(),
+            "uptime_s": round(self._clock.monotonic() - self._started, 3),
+            "state": "draining" if self._hierarchy.draining else "ready",
+            "block_size": self._settings.block_size,
+            "listen": [str(endpoint) for endpoint in self._listening],
+            **hierarchy_stats(self._hierarchy),
+            "calls": dict(self._gate.calls),
+            "errors": dict(self._gate.errors),
+        }
+
+
+def _progress_bar(total_bytes: int) -> Callable[[int], None]:
+    """Shows population on a terminal; nothing in a pipe."""
+    if not sys.stderr.isatty():
+        return lambda length: None
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    progress = Progress(
+        TextColumn("populating the pool"),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    )
+    task = progress.add_task("", total=total_bytes)
+    progress.start()
+
+    def advance(length: int) -> None:
+        progress.advance(task, length)
+        if progress.finished:
+            progress.stop()
+
+    return advance

@@ -1,0 +1,93 @@
+"""Found: the blocks of a lease as read-only views into the shared mapping."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import overload
+
+from kvstore.arena import ArenaView, Epochs, Offsets
+
+
+class Found(Sequence[memoryview]):
+    """Blocks of a lease, as a sequence of read-only memoryviews, made when they are asked for and never copied.
+
+    Attributes:
+        lease_id: 0 where nothing was found.
+        offsets: Where the blocks lie in the mapping.
+        epochs: Their epochs when they were granted.
+    """
+
+    def __init__(self, arena: ArenaView, lease_id: int, offsets: Offsets, epochs: Epochs, block_bytes: int) -> None:
+        self.lease_id = lease_id
+        self.offsets = offsets
+        self.epochs = epochs
+        self._pool = arena.as_numpy()
+        self._block_bytes = block_bytes
+        self._views: dict[int, memoryview] = {}
+        self._lock = threading.Lock()  # guards the two below; views may be dropped by any thread
+        #: By id: a reference hashes as what it refers to, and arrays do not hash.
+        self._in_use: dict[int, weakref.ref[object]] = {}
+        self._when_unused: Callable[[], None] | None = None
+        self._closed = False
+
+    def __len__(self) -> int:
+        return len(self.offsets)
+
+    @overload
+    def __getitem__(self, index: int) -> memoryview: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[memoryview]: ...
+
+    def __getitem__(self, index: int | slice) -> memoryview | list[memoryview]:
+        if isinstance(index, slice):
+            return [self[each] for each in range(*index.indices(len(self)))]
+        if self._closed:
+            raise ValueError("the with-block of this select has ended, and its blocks may be gone")
+        if index < 0:
+            index += len(self)
+        if not 0 <= index < len(self):
+            raise IndexError(f"block {index} of {len(self)}")
+        view = self._views.get(index)
+        if view is None:
+            offset = int(self.offsets[index])
+            # An array of its own for each block: every view, slice and array that is made of it keeps it alive, so its end
+            # is the end of all of them. (A memoryview alone cannot tell: its slices outlive its release().)
+            block = self._pool[offset : offset + self._block_bytes]
+            block.flags.writeable = False
+            reference: weakref.ref[object] = weakref.ref(block, self._dropped)
+            self._in_use[id(reference)] = reference
+            view = self._views[index] = memoryview(block)
+        return view
+
+    def __iter__(self) -> Iterator[memoryview]:
+        return (self[index] for index in range(len(self)))
+
+    def close(self, when_unused: Callable[[], None]) -> bool:
+        """Ends the use of the views. Returns whether nothing made of them is in use any more.
+
+        Where something is, `when_unused` is called with its end, from whichever thread ends it.
+        """
+        self._closed = True
+        for view in self._views.values():
+            with contextlib.suppress(BufferError):  # an array was made of it and is in use
+                view.release()
+        self._views.clear()
+        del self._pool
+        with self._lock:
+            if not self._in_use:
+                return True
+            self._when_unused = when_unused
+            return False
+
+    def _dropped(self, reference: weakref.ref[object]) -> None:
+        with self._lock:
+            self._in_use.pop(id(reference), None)
+            call = self._when_unused if not self._in_use else None
+            if call is not None:
+                self._when_unused = None
+        if call is not None:
+            call()

@@ -1,0 +1,244 @@
+"""insert(): a thread that copies blocks into the pool while the caller goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import queue
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.blocks import KEY_BYTES_MAX
+from kvstore.errors import DeadlineExceeded, InvalidRequest, KVStoreError, NoMapping, SizeMismatch
+
+if TYPE_CHECKING:
+    from kvstore.client import Client, Reservation
+
+#: Bytes in one round of reserve, copy, commit. Rounds overlap, so this only has to be long against a call (0.5 ms).
+_ROUND_BYTES: Final = 64 << 20
+#: Most blocks in one round, for small blocks.
+_ROUND_BLOCKS: Final = 1024
+#: Tickets that may wait. The blocks belong to the caller until then, so this bounds what a forgetful caller keeps alive.
+_TICKETS_MAX: Final = 1024
+#: How long a store waits for a pool that is being populated; after that it is refused.
+_POPULATING_S: Final = 5.0
+
+Bytes = npt.NDArray[np.uint8]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class InsertResult:
+    """What became of the blocks of one insert.
+
+    Attributes:
+        stored: How many are in the pool now because of it.
+        exists: How many were there already.
+        refused: How many were not stored, by reason: `pinned`, `share`, `populating`, `too_large`, `draining`, `queue_full`,
+            `closed`, or the name of an error such as `DaemonUnavailable`. What follows a refused block is refused with it,
+            since a block without those before it answers nothing.
+    """
+
+    stored: int
+    exists: int
+    refused: dict[str, int]
+
+
+class Ticket:
+    """An insert under way."""
+
+    def __init__(self) -> None:
+        self._future: Future[InsertResult] = Future()
+
+    @property
+    def done(self) -> bool:
+        """Whether the blocks may be changed again."""
+        return self._future.done()
+
+    def wait(self, timeout_s: float | None = None) -> InsertResult:
+        """Waits until the insert is over. None: as long as it takes.
+
+        Raises:
+            DeadlineExceeded: it is not; it goes on all the same.
+        """
+        try:
+            return self._future.result(timeout_s)
+        except TimeoutError:
+            raise DeadlineExceeded(f"the insert is still under way after {timeout_s} s; it goes on") from None
+
+    def _settle(self, result: InsertResult) -> None:
+        self._future.set_result(result)
+
+
+@dataclasses.dataclass(slots=True)
+class _Job:
+    keys: Sequence[bytes]
+    blocks: Sequence[Bytes]
+    ticket: Ticket
+
+
+class Inserter:
+    """The thread behind Client.insert, and where calls go that may not be made where they come up."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        # SimpleQueue.put is reentrant: a view may be dropped inside the garbage collector, at any point of any thread.
+        self._queue: queue.SimpleQueue[_Job | Callable[[], None] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()  # guards the two below
+        self._closed = False
+        self._thread: threading.Thread | None = None
+
+    def insert(self, keys: Sequence[bytes], blocks: Sequence[Any]) -> Ticket:
+        """See Client.insert."""
+        keys = list(keys)
+        arrays = self._checked(keys, blocks)
+        ticket = Ticket()
+        if not keys:
+            ticket._settle(InsertResult(0, 0, {}))
+        elif self._queue.qsize() >= _TICKETS_MAX:
+            ticket._settle(InsertResult(0, 0, {"queue_full": len(keys)}))
+        elif not self._put(_Job(keys, arrays, ticket)):
+            ticket._settle(InsertResult(0, 0, {"closed": len(keys)}))
+        return ticket
+
+    def call_soon(self, call: Callable[[], None]) -> None:
+        """Makes a call in the thread. What it raises is dropped."""
+        self._queue.put(call)
+        # Without the lock, which the thread that got here may hold: a thread that is not there has nothing to release for,
+        # but views may come from select alone.
+        if self._thread is None:
+            threading.Thread(target=self._start, name="kvstore-insert-start", daemon=True).start()
+
+    def close(self, timeout_s: float) -> None:
+        """Finishes what is queued, up to timeout_s."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            thread = self._thread
+        self._queue.put(None)
+        if thread is not None:
+            thread.join(timeout_s)
+
+    def _put(self, job: _Job) -> bool:
+        with self._lock:
+            if self._closed:
+                return False
+            self._queue.put(job)
+        self._start()
+        return True
+
+    def _start(self) -> None:
+        with self._lock:
+            if self._thread is None and not self._closed:
+                self._thread = threading.Thread(target=self._run, name="kvstore-insert", daemon=True)
+                self._thread.start()
+
+    def _checked(self, keys: Sequence[bytes], blocks: Sequence[Any]) -> list[Bytes]:
+        """The blocks as arrays of bytes, without a copy."""
+        if len(keys) != len(blocks):
+            raise InvalidRequest(f"{len(keys)} keys and {len(blocks)} blocks: each key needs one block")
+        for key in keys:
+            if not isinstance(key, bytes) or not 1 <= len(key) <= KEY_BYTES_MAX:
+                raise InvalidRequest(f"key {key!r:.80}: keys are bytes, 1 to {KEY_BYTES_MAX} of them")
+        namespace = self._client.namespace
+        arrays = []
+        for index, block in enumerate(blocks):
+            try:
+                view = memoryview(block)
+                array = np.frombuffer(view, dtype=np.uint8) if view.c_contiguous else None
+            except (TypeError, ValueError) as error:
+                raise InvalidRequest(f"block {index} is no buffer of plain bytes: {error}") from error
+            if array is None:
+                raise InvalidRequest(f"block {index} is not C-contiguous: copy it first")
+            if namespace is not None and array.nbytes != namespace.block_bytes:
+                raise SizeMismatch(
+                    f"block {index} has {array.nbytes} bytes and blocks of this namespace have {namespace.block_bytes}"
+                )
+            arrays.append(array)
+        return arrays
+
+    # -- the thread ------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        # Calls of the next and of the last round overlap with the copying of this one.
+        with ThreadPoolExecutor(2, thread_name_prefix="kvstore-insert-call") as calls:
+            while (job := self._queue.get()) is not None:
+                if isinstance(job, _Job):
+                    job.ticket._settle(self._insert(job, calls))
+                else:
+                    with contextlib.suppress(KVStoreError):
+                        job()
+                del job  # the caller's blocks are not kept until the next one
+
+    def _insert(self, job: _Job, calls: ThreadPoolExecutor) -> InsertResult:
+        counts: Counter[str] = Counter()
+        refused: Counter[str] = Counter()
+        step = max(1, min(_ROUND_BLOCKS, _ROUND_BYTES // max(1, job.blocks[0].nbytes)))
+        starts = range(0, len(job.keys), step)
+        commits: deque[Future[None]] = deque()
+        coming: Future[Reservation] | None = None
+        settled = 0  # keys whose fate is known or in a commit
+        try:
+            for start in starts:
+                keys = job.keys[start : start + step]
+                slots = coming.result() if coming is not None else self._reserve(keys)
+                coming = None
+                if start + step < len(job.keys) and slots.shortfall is None:
+                    coming = calls.submit(self._reserve, job.keys[start + step : start + 2 * step])
+                missing = np.flatnonzero(~slots.exists)
+                got = len(slots.offsets)
+                # What exists after the first block that got no slot cannot be told apart from what got none: stop there.
+                end = len(keys) if got == len(missing) else int(missing[got])
+                counts["exists"] += int(slots.exists[:end].sum())
+                wanted = missing[missing < end]
+                self._copy(slots, [job.blocks[start + index] for index in wanted])
+                parent = job.keys[start + int(wanted[0]) - 1] if len(wanted) and start + int(wanted[0]) > 0 else None
+                commits.append(
+                    calls.submit(self._commit, slots, [keys[index] for index in wanted], parent, counts)
+                )
+                settled = start + end
+                if slots.shortfall is not None:
+                    refused[slots.shortfall] += len(job.keys) - settled
+                    settled = len(job.keys)
+                    break
+            for commit in commits:
+                commit.result()
+        except KVStoreError as error:
+            if coming is not None:
+                with contextlib.suppress(KVStoreError):
+                    unused = coming.result()
+                    self._client.abort(unused.generation, unused.offsets)
+            done = counts["stored"] + counts["exists"] + sum(refused.values())
+            refused[type(error).__name__] += len(job.keys) - done
+        return InsertResult(counts["stored"], counts["exists"], dict(refused))
+
+    def _reserve(self, keys: Sequence[bytes]) -> Reservation:
+        return self._client.reserve(len(keys), keys=keys, wait_s=_POPULATING_S)
+
+    def _copy(self, slots: Reservation, blocks: Sequence[Bytes]) -> None:
+        arena = self._client.arena
+        if arena is None or arena.generation != slots.generation:
+            if arena is None and self._client.attached:
+                self._client.abort(slots.generation, slots.offsets)
+                raise NoMapping(f"{self._client.endpoint} is on another host: insert needs the daemon's host (unix:PATH)")
+            return  # the daemon was restarted: the commit will say so
+        pool = arena.as_numpy()
+        for offset, block in zip(slots.offsets.tolist(), blocks, strict=True):
+            np.copyto(pool[offset : offset + block.nbytes], block)
+
+    def _commit(
+        self, slots: Reservation, keys: Sequence[bytes], parent: bytes | None, counts: Counter[str]
+    ) -> None:
+        if not keys:
+            return
+        outcomes = self._client.commit(slots.generation, slots.offsets, keys, parent=parent).tolist()
+        counts["stored"] += outcomes.count(1)
+        counts["exists"] += outcomes.count(2)
+        if lost := outcomes.count(3):
+            raise KVStoreError(f"the daemon does not know {lost} slots that it gave to this session")

@@ -1,0 +1,153 @@
+"""Who holds what: sessions, their leases and their reservations. Pure bookkeeping, owned by one thread."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import secrets
+from collections.abc import Iterator
+
+from kvstore.blocks import SESSION_ID_BYTES
+from kvstore.clock import Clock
+from kvstore.directory import Block, Keyspace
+from kvstore.errors import InvalidRequest, UnknownSession
+
+
+class Group:
+    """The sessions of one engine, and its share of the pool.
+
+    A member that ended may have left a copy under way in another member (a scheduler names slots, a worker fills them), so
+    what it held stays held until the last member has ended.
+
+    Attributes:
+        name: What its members call it.
+        share_bytes: Most slot bytes that it may have stored or reserved; 0: no limit but the pool.
+        used_bytes: Slot bytes that it has stored or reserved now.
+        members: Sessions that have not ended.
+        lingering: Sessions that ended before the last member did.
+    """
+
+    __slots__ = ("lingering", "members", "name", "share_bytes", "used_bytes")
+
+    def __init__(self, name: str, share_bytes: int) -> None:
+        self.name = name
+        self.share_bytes = share_bytes
+        self.used_bytes = 0
+        self.members: dict[bytes, Session] = {}
+        self.lingering: list[Session] = []
+
+
+class Lease:
+    """Pins on a leading run of blocks, held by one session.
+
+    Attributes:
+        drop: Whether this is a claim: the one caller that may take the blocks away.
+    """
+
+    __slots__ = ("blocks", "drop", "id", "session")
+
+    def __init__(self, id_: int, session: Session, blocks: list[Block], drop: bool) -> None:
+        self.id = id_
+        self.session = session
+        self.blocks = blocks
+        self.drop = drop
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Session:
+    """One attached process.
+
+    Attributes:
+        id: Random; names the session in every call and is all that a handoff asks for.
+        leases: By id.
+        reserved: Keyspaces of the empty slots it holds, by offset.
+        mapped: Whether it was given the mapping.
+    """
+
+    id: bytes
+    name: str
+    pid: int
+    group: Group
+    attached_at: float
+    leases: dict[int, Lease] = dataclasses.field(default_factory=dict)
+    reserved: dict[int, Keyspace] = dataclasses.field(default_factory=dict)
+    mapped: bool = False
+    ended: bool = False
+
+
+class LeaseTable:
+    """Every session, and the leases in it."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._lease_ids = itertools.count(1)
+        self._sessions: dict[bytes, Session] = {}
+        self._groups: dict[str, Group] = {}
+
+    def attach(self, name: str, pid: int, group: str, share_bytes: int) -> Session:
+        """Opens a session.
+
+        Raises:
+            InvalidRequest: the group exists with another share.
+        """
+        id_ = secrets.token_bytes(SESSION_ID_BYTES)
+        key = group or id_.hex()
+        joined = self._groups.get(key)
+        if joined is None:
+            joined = self._groups[key] = Group(key, share_bytes)
+        elif share_bytes and joined.share_bytes and share_bytes != joined.share_bytes:
+            raise InvalidRequest(
+                f"group {key!r} has a share of {joined.share_bytes} bytes and this member asks for {share_bytes}: "
+                "all members of a group must ask for the same"
+            )
+        elif share_bytes:
+            joined.share_bytes = share_bytes
+        session = Session(id_, name, pid, joined, self._clock.monotonic())
+        joined.members[id_] = session
+        self._sessions[id_] = session
+        return session
+
+    def session(self, id_: bytes) -> Session:
+        """The live session of that id.
+
+        Raises:
+            UnknownSession: there is none (any more).
+        """
+        session = self._sessions.get(id_)
+        if session is None:
+            raise UnknownSession("this session is not attached here (any more): attach again")
+        return session
+
+    def grant(self, session: Session, blocks: list[Block], drop: bool) -> Lease:
+        """Opens a lease; the caller has pinned the blocks."""
+        lease = Lease(next(self._lease_ids), session, blocks, drop)
+        session.leases[lease.id] = lease
+        return lease
+
+    def end(self, session: Session) -> list[Session]:
+        """Ends a session. Returns those whose holdings are free now: none while another member of its group lives."""
+        if session.ended:
+            return []
+        session.ended = True
+        del self._sessions[session.id]
+        group = session.group
+        del group.members[session.id]
+        group.lingering.append(session)
+        if group.members:
+            return []
+        del self._groups[group.name]
+        freed, group.lingering = group.lingering, []
+        return freed
+
+    def age_s(self, session: Session) -> float:
+        """How long ago a session was attached."""
+        return self._clock.monotonic() - session.attached_at
+
+    def __iter__(self) -> Iterator[Session]:
+        """Live sessions, then those that ended and still hold something for their group."""
+        yield from self._sessions.values()
+        for group in self._groups.values():
+            yield from group.lingering
+
+    def __len__(self) -> int:
+        return len(self._sessions)

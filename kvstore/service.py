@@ -1,0 +1,363 @@
+"""gRPC servicers: each method reads a message, asks the hierarchy, writes a message. No decisions.
+
+Everything runs on the daemon's event loop, which owns the hierarchy, so a method that does not await is one step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import hmac
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, Final
+
+import numpy as np
+
+from kvstore.blocks import DIGEST_BYTES
+from kvstore.directory import Keyspace
+from kvstore.errors import AccessDenied, InvalidRequest, KVStoreError, LimitExceeded
+from kvstore.hierarchy import Hierarchy, Shortfall
+from kvstore.leases import Lease, Session
+from kvstore.wire.convert import ERROR_KEY, TOKEN_KEY, status_of, unpack_offsets
+from kvstore.wire.v1 import admin_pb2, admin_pb2_grpc, engine_pb2, engine_pb2_grpc
+
+#: Blocks that an operator's call removes before it lets others run.
+_STEP_BLOCKS: Final = 2048
+_LIST_MAX: Final = 10_000
+_SHORTFALLS: Final = {
+    None: engine_pb2.SHORTFALL_NONE,
+    Shortfall.PINNED: engine_pb2.SHORTFALL_PINNED,
+    Shortfall.SHARE: engine_pb2.SHORTFALL_SHARE,
+    Shortfall.POPULATING: engine_pb2.SHORTFALL_POPULATING,
+    Shortfall.TOO_LARGE: engine_pb2.SHORTFALL_TOO_LARGE,
+    Shortfall.DRAINING: engine_pb2.SHORTFALL_DRAINING,
+}
+
+Method = Callable[[Any, Any, Any], Awaitable[Any]]
+
+
+class Gate:
+    """What every call passes: the token where it came over TCP, counters, and the translation of errors.
+
+    Attributes:
+        calls: Calls by method.
+        errors: Failed calls by the name of their error.
+    """
+
+    def __init__(self, token: str | None) -> None:
+        self._token = f"Bearer {token}".encode() if token is not None else None
+        self.calls: Counter[str] = Counter()
+        self.errors: Counter[str] = Counter()
+
+    def check(self, context: Any) -> None:
+        """Raises AccessDenied where a TCP peer has no token or a wrong one. The mode of a Unix socket is its own gate."""
+        if self._token is None or context.peer().startswith("unix:"):
+            return
+        for key, value in context.invocation_metadata() or ():
+            if key == TOKEN_KEY and hmac.compare_digest(str(value).encode(), self._token):
+                return
+        raise AccessDenied("this listener needs the daemon's token: --token-file on the command line, token= in Python")
+
+    async def refuse(self, context: Any, error: KVStoreError) -> None:
+        """Answers with an error. Does not return."""
+        self.errors[type(error).__name__] += 1
+        await context.abort(status_of(error), str(error), ((ERROR_KEY, type(error).__name__),))
+
+
+class _Servicer:
+    def __init__(self, gate: Gate) -> None:
+        self.gate = gate
+
+
+def _method(function: Method) -> Method:
+    """Puts a method behind the gate."""
+    name = function.__name__
+
+    @functools.wraps(function)
+    async def gated(self: _Servicer, request: Any, context: Any) -> Any:
+        self.gate.calls[name] += 1
+        try:
+            self.gate.check(context)
+            return await function(self, request, context)
+        except KVStoreError as error:
+            return await self.gate.refuse(context, error)
+
+    return gated
+
+
+class EngineService(_Servicer, engine_pb2_grpc.EngineServicer):
+    """The engine face; see proto/kvstore/v1/engine.proto for what each method promises.
+
+    Args:
+        handoff_path: Where clients of this host get the mapping; empty where no listener is a Unix socket.
+    """
+
+    def __init__(
+        self,
+        hierarchy: Hierarchy,
+        gate: Gate,
+        *,
+        generation: bytes,
+        block_size: int,
+        handoff_path: str,
+        keys_max: int,
+        sessions_max: int,
+        wait_s_max: float,
+    ) -> None:
+        super().__init__(gate)
+        self._hierarchy = hierarchy
+        self._generation = generation
+        self._block_size = block_size
+        self._handoff_path = handoff_path
+        self._keys_max = keys_max
+        self._sessions_max = sessions_max
+        self._wait_s_max = wait_s_max
+        self._news: set[asyncio.Event] = set()
+
+    # -- sessions --------------------------------------------------------------------------------------------------
+
+    async def Attach(self, request: engine_pb2.AttachRequest, context: Any) -> AsyncIterator[engine_pb2.AttachEvent]:
+        self.gate.calls["Attach"] += 1
+        try:
+            self.gate.check(context)
+            if len(self._hierarchy.sessions) >= self._sessions_max:
+                raise LimitExceeded(f"{self._sessions_max} sessions are attached (sessions_max)")
+            session = self._hierarchy.sessions.attach(
+                request.client_name, request.pid, request.group, request.share_bytes
+            )
+        except KVStoreError as error:
+            await self.gate.refuse(context, error)
+            return
+        news = asyncio.Event()
+        self._news.add(news)
+        arena = self._hierarchy.arena
+        told, draining = arena.populated_bytes, False
+        try:
+            yield engine_pb2.AttachEvent(
+                welcome=engine_pb2.Welcome(
+                    session=session.id,
+                    generation=self._generation,
+                    pool_bytes=arena.size_bytes,
+                    handoff_path=self._handoff_path,
+                    block_size=self._block_size,
+                    keys_max=self._keys_max,
+                    populated_bytes=told,
+                )
+            )
+            while not session.ended:
+                await news.wait()
+                news.clear()
+                if arena.populated_bytes != told:
+                    told = arena.populated_bytes
+                    yield engine_pb2.AttachEvent(population=engine_pb2.Population(populated_bytes=told))
+                if self._hierarchy.draining and not draining:
+                    draining = True
+                    yield engine_pb2.AttachEvent(draining=engine_pb2.Draining(reason="the daemon is stopping"))
+        finally:
+            self._news.discard(news)
+            # A client that has the mapping may still be copying: its handoff connection is its life, not this stream.
+            if not session.mapped:
+                self._hierarchy.end_session(session)
+
+    def tell(self) -> None:
+        """Lets every Attach stream look for news: population, draining."""
+        for news in self._news:
+            news.set()
+
+    def mapping_opened(self, session_id: bytes) -> bool:
+        """A client asks for the mapping; False where its session is not known."""
+        try:
+            session = self._hierarchy.sessions.session(session_id)
+        except KVStoreError:
+            return False
+        first, session.mapped = not session.mapped, True
+        return first
+
+    def mapping_closed(self, session_id: bytes) -> None:
+        """That client has ended or given the mapping up."""
+        try:
+            session = self._hierarchy.sessions.session(session_id)
+        except KVStoreError:
+            return
+        self._hierarchy.end_session(session)
+        self.tell()
+
+    @_method
+    async def OpenNamespace(self, request: engine_pb2.OpenNamespaceRequest, context: Any) -> Any:
+        self._hierarchy.sessions.session(request.session)
+        entry = self._hierarchy.open_namespace(request.text, request.group_bytes)
+        return engine_pb2.OpenNamespaceReply(digest=entry.digest)
+
+    # -- reading ---------------------------------------------------------------------------------------------------
+
+    @_method
+    async def Lookup(self, request: engine_pb2.LookupRequest, context: Any) -> Any:
+        self._hierarchy.sessions.session(request.session)
+        self._check_count(len(request.keys))
+        keyspace = self._hierarchy.keyspace(request.namespace, request.group)
+        return engine_pb2.LookupReply(available=self._hierarchy.lookup(keyspace, request.keys))
+
+    @_method
+    async def Acquire(self, request: engine_pb2.AcquireRequest, context: Any) -> Any:
+        hierarchy = self._hierarchy
+        session = hierarchy.sessions.session(request.session)
+        self._check_count(sum(len(query.keys) for query in request.queries))
+        # Every group is looked up before the first pin is taken, so that a bad query leaves nothing held.
+        keyspaces = [hierarchy.keyspace(request.namespace, query.group) for query in request.queries]
+        return engine_pb2.AcquireReply(
+            generation=self._generation,
+            grants=[
+                self._granted(hierarchy.acquire(session, keyspace, query.keys))
+                for keyspace, query in zip(keyspaces, request.queries, strict=True)
+            ],
+        )
+
+    @_method
+    async def Select(self, request: engine_pb2.SelectRequest, context: Any) -> Any:
+        session, keyspace = self._session_and_keyspace(request.session, request.namespace, request.query.group)
+        keys = list(request.query.keys)
+        self._check_count(len(keys))
+        lease = await self._hierarchy.select(
+            session, keyspace, keys, drop=request.drop, wait_s=self._wait_s(request.wait_ms)
+        )
+        # A caller that left while this waited never learns of the lease: it would hold its pins as long as it lives.
+        if lease is not None and context.done():
+            self._hierarchy.release(session, [lease.id])
+            lease = None
+        return engine_pb2.SelectReply(generation=self._generation, grant=self._granted(lease))
+
+    @_method
+    async def Release(self, request: engine_pb2.ReleaseRequest, context: Any) -> Any:
+        session = self._hierarchy.sessions.session(request.session)
+        released, removed = self._hierarchy.release(
+            session, request.leases, remove=request.remove, hold=request.hold
+        )
+        return engine_pb2.ReleaseReply(released=released, removed=removed)
+
+    # -- writing ---------------------------------------------------------------------------------------------------
+
+    @_method
+    async def Reserve(self, request: engine_pb2.ReserveRequest, context: Any) -> Any:
+        session, keyspace = self._session_and_keyspace(request.session, request.namespace, request.group)
+        self._check_count(max(request.count, len(request.keys)))
+        exists = bytes(map(keyspace.blocks.__contains__, request.keys))
+        count = len(exists) - sum(exists) if exists else request.count
+        got = await self._hierarchy.reserve_within(session, keyspace, count, self._wait_s(request.wait_ms))
+        offsets = np.array(got.offsets, dtype="<u8")
+        return engine_pb2.ReserveReply(
+            generation=self._generation,
+            offsets=offsets.tobytes(),
+            epochs=self._hierarchy.arena.epochs_of(offsets).tobytes(),
+            shortfall=_SHORTFALLS[got.shortfall],
+            exists=exists,
+        )
+
+    @_method
+    async def Commit(self, request: engine_pb2.CommitRequest, context: Any) -> Any:
+        session, keyspace = self._session_and_keyspace(request.session, request.namespace, request.group)
+        self._check_count(len(request.keys))
+        outcomes = self._hierarchy.commit(
+            session, keyspace, unpack_offsets(request.offsets), request.keys, request.parent
+        )
+        return engine_pb2.CommitReply(outcomes=bytes(outcomes))
+
+    @_method
+    async def Abort(self, request: engine_pb2.AbortRequest, context: Any) -> Any:
+        session = self._hierarchy.sessions.session(request.session)
+        return engine_pb2.AbortReply(returned=self._hierarchy.abort(session, unpack_offsets(request.offsets)))
+
+    @_method
+    async def Delete(self, request: engine_pb2.DeleteRequest, context: Any) -> Any:
+        _, keyspace = self._session_and_keyspace(request.session, request.namespace, request.group)
+        self._check_count(len(request.keys))
+        return engine_pb2.DeleteReply(removed=self._hierarchy.delete(keyspace, request.keys))
+
+    # -- helpers ---------------------------------------------------------------------------------------------------
+
+    def _session_and_keyspace(self, session: bytes, namespace: bytes, group: int) -> tuple[Session, Keyspace]:
+        return self._hierarchy.sessions.session(session), self._hierarchy.keyspace(namespace, group)
+
+    def _check_count(self, count: int) -> None:
+        if count > self._keys_max:
+            raise LimitExceeded(f"{count} keys in one call; at most {self._keys_max} (keys_max): split the batch")
+
+    def _wait_s(self, wait_ms: int) -> float:
+        if wait_ms > self._wait_s_max * 1000:
+            raise LimitExceeded(f"a wait of {wait_ms} ms; at most {self._wait_s_max:.0f} s (wait_s_max): ask again instead")
+        return wait_ms / 1000
+
+    def _granted(self, lease: Lease | None) -> engine_pb2.Grant:
+        if lease is None:
+            return engine_pb2.Grant()
+        offsets, epochs = self._hierarchy.locations(lease)
+        return engine_pb2.Grant(
+            lease=lease.id, ready=len(lease.blocks), offsets=offsets.tobytes(), epochs=epochs.tobytes()
+        )
+
+
+class AdminService(_Servicer, admin_pb2_grpc.AdminServicer):
+    """The operator face; see proto/kvstore/v1/admin.proto.
+
+    Args:
+        stats: Gives the figures of docs/stats.md as JSON.
+        ping: Gives the answer to Ping.
+    """
+
+    def __init__(
+        self, hierarchy: Hierarchy, gate: Gate, *, stats: Callable[[], str], ping: Callable[[], admin_pb2.PingReply]
+    ) -> None:
+        super().__init__(gate)
+        self._hierarchy = hierarchy
+        self._stats = stats
+        self._ping = ping
+
+    @_method
+    async def Ping(self, request: admin_pb2.PingRequest, context: Any) -> Any:
+        return self._ping()
+
+    @_method
+    async def Stats(self, request: admin_pb2.StatsRequest, context: Any) -> Any:
+        return admin_pb2.StatsReply(json=self._stats())
+
+    @_method
+    async def List(self, request: admin_pb2.ListRequest, context: Any) -> Any:
+        blocks, total = self._hierarchy.list_blocks(_digest(request.namespace), min(request.limit, _LIST_MAX))
+        return admin_pb2.ListReply(
+            total=total,
+            blocks=[
+                admin_pb2.ListedBlock(
+                    namespace=block.keyspace.namespace.digest,
+                    group=block.keyspace.kv_group,
+                    key=block.key,
+                    size_bytes=block.keyspace.block_bytes,
+                    pins=block.pins,
+                    tiers=["cpu"],
+                )
+                for block in blocks
+            ],
+        )
+
+    @_method
+    async def Flush(self, request: admin_pb2.FlushRequest, context: Any) -> Any:
+        removed = 0
+        while step := self._hierarchy.flush(_digest(request.namespace), _STEP_BLOCKS):
+            removed += step
+            await asyncio.sleep(0)  # engines come first; what they store meanwhile is flushed too
+        return admin_pb2.FlushReply(removed=removed)
+
+    @_method
+    async def Evict(self, request: admin_pb2.EvictRequest, context: Any) -> Any:
+        evicted = 0
+        while step := self._hierarchy.evict(request.free_bytes, _STEP_BLOCKS):
+            evicted += step
+            await asyncio.sleep(0)
+        return admin_pb2.EvictReply(evicted_blocks=evicted, free_bytes=self._hierarchy.free_bytes)
+
+
+def _digest(sent: bytes) -> bytes | None:
+    if sent and len(sent) != DIGEST_BYTES:
+        raise InvalidRequest(f"a namespace digest has {DIGEST_BYTES} bytes, not {len(sent)}")
+    return sent or None
+
+

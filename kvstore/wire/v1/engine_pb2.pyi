@@ -1,0 +1,286 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Shortfall(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    SHORTFALL_NONE: _ClassVar[Shortfall]
+    SHORTFALL_PINNED: _ClassVar[Shortfall]
+    SHORTFALL_SHARE: _ClassVar[Shortfall]
+    SHORTFALL_POPULATING: _ClassVar[Shortfall]
+    SHORTFALL_TOO_LARGE: _ClassVar[Shortfall]
+    SHORTFALL_DRAINING: _ClassVar[Shortfall]
+
+class Outcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    OUTCOME_UNSPECIFIED: _ClassVar[Outcome]
+    OUTCOME_STORED: _ClassVar[Outcome]
+    OUTCOME_EXISTS: _ClassVar[Outcome]
+    OUTCOME_NOT_RESERVED: _ClassVar[Outcome]
+SHORTFALL_NONE: Shortfall
+SHORTFALL_PINNED: Shortfall
+SHORTFALL_SHARE: Shortfall
+SHORTFALL_POPULATING: Shortfall
+SHORTFALL_TOO_LARGE: Shortfall
+SHORTFALL_DRAINING: Shortfall
+OUTCOME_UNSPECIFIED: Outcome
+OUTCOME_STORED: Outcome
+OUTCOME_EXISTS: Outcome
+OUTCOME_NOT_RESERVED: Outcome
+
+class AttachRequest(_message.Message):
+    __slots__ = ("client_name", "pid", "group", "share_bytes")
+    CLIENT_NAME_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    SHARE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    client_name: str
+    pid: int
+    group: str
+    share_bytes: int
+    def __init__(self, client_name: _Optional[str] = ..., pid: _Optional[int] = ..., group: _Optional[str] = ..., share_bytes: _Optional[int] = ...) -> None: ...
+
+class AttachEvent(_message.Message):
+    __slots__ = ("welcome", "population", "draining")
+    WELCOME_FIELD_NUMBER: _ClassVar[int]
+    POPULATION_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
+    welcome: Welcome
+    population: Population
+    draining: Draining
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., population: _Optional[_Union[Population, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ...) -> None: ...
+
+class Welcome(_message.Message):
+    __slots__ = ("session", "generation", "pool_bytes", "handoff_path", "block_size", "keys_max", "populated_bytes")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    POOL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    HANDOFF_PATH_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    KEYS_MAX_FIELD_NUMBER: _ClassVar[int]
+    POPULATED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    session: bytes
+    generation: bytes
+    pool_bytes: int
+    handoff_path: str
+    block_size: int
+    keys_max: int
+    populated_bytes: int
+    def __init__(self, session: _Optional[bytes] = ..., generation: _Optional[bytes] = ..., pool_bytes: _Optional[int] = ..., handoff_path: _Optional[str] = ..., block_size: _Optional[int] = ..., keys_max: _Optional[int] = ..., populated_bytes: _Optional[int] = ...) -> None: ...
+
+class Population(_message.Message):
+    __slots__ = ("populated_bytes",)
+    POPULATED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    populated_bytes: int
+    def __init__(self, populated_bytes: _Optional[int] = ...) -> None: ...
+
+class Draining(_message.Message):
+    __slots__ = ("reason",)
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    def __init__(self, reason: _Optional[str] = ...) -> None: ...
+
+class OpenNamespaceRequest(_message.Message):
+    __slots__ = ("session", "text", "group_bytes")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    GROUP_BYTES_FIELD_NUMBER: _ClassVar[int]
+    session: bytes
+    text: str
+    group_bytes: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, session: _Optional[bytes] = ..., text: _Optional[str] = ..., group_bytes: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class OpenNamespaceReply(_message.Message):
+    __slots__ = ("digest",)
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    digest: bytes
+    def __init__(self, digest: _Optional[bytes] = ...) -> None: ...
+
+class LookupRequest(_message.Message):
+    __slots__ = ("session", "namespace", "group", "keys")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    session: bytes
+    namespace: bytes
+    group: int
+    keys: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, session: _Optional[bytes] = ..., namespace: _Optional[bytes] = ..., group: _Optional[int] = ..., keys: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class LookupReply(_message.Message):
+    __slots__ = ("available",)
+    AVAILABLE_FIELD_NUMBER: _ClassVar[int]
+    available: int
+    def __init__(self, available: _Optional[int] = ...) -> None: ...
+
+class Query(_message.Message):
+    __slots__ = ("group", "keys")
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    group: int
+    keys: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, group: _Optional[int] = ..., keys: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class AcquireRequest(_message.Message):
+    __slots__ = ("session", "namespace", "queries")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    QUERIES_FIELD_NUMBER: _ClassVar[int]
+    session: bytes
+    namespace: bytes
+    queries: _containers.RepeatedCompositeFieldContainer[Query]
+    def __init__(self, session: _Optional[bytes] = ..., namespace: _Optional[bytes] = ..., queries: _Optional[_Iterable[_Union[Query, _Mapping]]] = ...) -> None: ...
+
+class Grant(_message.Message):
+    __slots__ = ("lease", "ready", "pending", "offsets", "epochs")
+    LEASE_FIELD_NUMBER: _ClassVar[int]
+    READY_FIELD_NUMBER: _ClassVar[int]
+    PENDING_FIELD_NUMBER: _ClassVar[int]
+    OFFSETS_FIELD_NUMBER: _ClassVar[int]
+    EPOCHS_FIELD_NUMBER: _ClassVar[int]
+    lease: int
+    ready: int
+    pending: int
+    offsets: bytes
+    epochs: bytes
+    def __init__(self, lease: _Optional[int] = ..., ready: _Optional[int] = ..., pending: _Optional[int] = ..., offsets: _Optional[bytes] = ..., epochs: _Optional[bytes] = ...) -> None: ...
+
+class AcquireReply(_message.Message):
+    __slots__ = ("generation", "grants")
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    GRANTS_FIELD_NUMBER: _ClassVar[int]
+    generation: bytes
+    grants: _containers.RepeatedCompositeFieldContainer[Grant]
+    def __init__(self, generation: _Optional[bytes] = ..., grants: _Optional[_Iterable[_Union[Grant, _Mapping]]] = ...) -> None: ...
+
+class SelectRequest(_message.Message):
+    __slots__ = ("session", "namespace", "query", "drop", "wait_ms")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    QUERY_FIELD_NUMBER: _ClassVar[int]
+    DROP_FIELD_NUMBER: _ClassVar[int]
+    WAIT_MS_FIELD_NUMBER: _ClassVar[int]
+    session: bytes
+    namespace: bytes
+    query: Query
+    drop: bool
+    wait_ms: int
+    def __init__(self, session: _Optional[bytes] = ..., namespace: _Optional[bytes] = ..., query: _Optional[_Union[Query, _Mapping]] = ..., drop: _Optional[bool] = ..., wait_ms: _Optional[int] = ...) -> None: ...
+
+class SelectReply(_message.Message):
+    __slots__ = ("generation", "grant")
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    GRANT_FIELD_NUMBER: _ClassVar[int]
+    generation: bytes
+    grant: Grant
+    def __init__(self, generation: _Optional[bytes] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ...) -> None: ...
+
+class ReleaseRequest(_message.Message):
+    __slots__ = ("session", "leases", "remove", "hold")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    LEASES_FIELD_NUMBER: _ClassVar[int]
+    REMOVE_FIELD_NUMBER: _ClassVar[int]
+    HOLD_FIELD_NUMBER: _ClassVar[int]
+    session: bytes
+    leases: _containers.RepeatedScalarFieldContainer[int]
+    remove: bool
+    hold: bool
+    def __init__(self, session: _Optional[bytes] = ..., leases: _Optional[_Iterable[int]] = ..., remove: _Optional[bool] = ..., hold: _Optional[bool] = ...) -> None: ...
+
+class ReleaseReply(_message.Message):
+    __slots__ = ("released", "removed")
+    RELEASED_FIELD_NUMBER: _ClassVar[int]
+    REMOVED_FIELD_NUMBER: _ClassVar[int]
+    released: int
+    removed: int
+    def __init__(self, released: _Optional[int] = ..., removed: _Optional[int] = ...) -> None: ...
+
+class ReserveRequest(_message.Message):
+    __slots__ = ("session", "namespace", "group", "count", "wait_ms", "keys")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    WAIT_MS_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    session: bytes
+    namespace: bytes
+    group: int
+    count: int
+    wait_ms: int
+    keys: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, session: _Optional[bytes] = ..., namespace: _Optional[bytes] = ..., group: _Optional[int] = ..., count: _Optional[int] = ..., wait_ms: _Optional[int] = ..., keys: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class ReserveReply(_message.Message):
+    __slots__ = ("generation", "offsets", "epochs", "shortfall", "exists")
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    OFFSETS_FIELD_NUMBER: _ClassVar[int]
+    EPOCHS_FIELD_NUMBER: _ClassVar[int]
+    SHORTFALL_FIELD_NUMBER: _ClassVar[int]
+    EXISTS_FIELD_NUMBER: _ClassVar[int]
+    generation: bytes
+    offsets: bytes
+    epochs: bytes
+    shortfall: Shortfall
+    exists: bytes
+    def __init__(self, generation: _Optional[bytes] = ..., offsets: _Optional[bytes] = ..., epochs: _Optional[bytes] = ..., shortfall: _Optional[_Union[Shortfall, str]] = ..., exists: _Optional[bytes] = ...) -> None: ...
+
+class CommitRequest(_message.Message):
+    __slots__ = ("session", "namespace", "group", "offsets", "keys", "parent")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    OFFSETS_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    PARENT_FIELD_NUMBER: _ClassVar[int]
+    session: bytes
+    namespace: bytes
+    group: int
+    offsets: bytes
+    keys: _containers.RepeatedScalarFieldContainer[bytes]
+    parent: bytes
+    def __init__(self, session: _Optional[bytes] = ..., namespace: _Optional[bytes] = ..., group: _Optional[int] = ..., offsets: _Optional[bytes] = ..., keys: _Optional[_Iterable[bytes]] = ..., parent: _Optional[bytes] = ...) -> None: ...
+
+class CommitReply(_message.Message):
+    __slots__ = ("outcomes",)
+    OUTCOMES_FIELD_NUMBER: _ClassVar[int]
+    outcomes: bytes
+    def __init__(self, outcomes: _Optional[bytes] = ...) -> None: ...
+
+class AbortRequest(_message.Message):
+    __slots__ = ("session", "offsets")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    OFFSETS_FIELD_NUMBER: _ClassVar[int]
+    session: bytes
+    offsets: bytes
+    def __init__(self, session: _Optional[bytes] = ..., offsets: _Optional[bytes] = ...) -> None: ...
+
+class AbortReply(_message.Message):
+    __slots__ = ("returned",)
+    RETURNED_FIELD_NUMBER: _ClassVar[int]
+    returned: int
+    def __init__(self, returned: _Optional[int] = ...) -> None: ...
+
+class DeleteRequest(_message.Message):
+    __slots__ = ("session", "namespace", "group", "keys")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    session: bytes
+    namespace: bytes
+    group: int
+    keys: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, session: _Optional[bytes] = ..., namespace: _Optional[bytes] = ..., group: _Optional[int] = ..., keys: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class DeleteReply(_message.Message):
+    __slots__ = ("removed",)
+    REMOVED_FIELD_NUMBER: _ClassVar[int]
+    removed: int
+    def __init__(self, removed: _Optional[int] = ...) -> None: ...

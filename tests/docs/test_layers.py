@@ -1,0 +1,193 @@
+"""Who may import whom. Read from the source, so that an import inside a function counts as well."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+#: Module of ours -> modules of ours that it may import. A name stands for everything below it.
+LAYERS: dict[str, set[str]] = {
+    "kvstore": {"kvstore.blocks", "kvstore.client"},
+    "kvstore.errors": set(),
+    "kvstore.clock": set(),
+    "kvstore.machine": set(),
+    "kvstore.policy": {"kvstore.blocks"},
+    "kvstore.blocks": {"kvstore.errors"},
+    "kvstore.endpoint": {"kvstore.errors"},
+    "kvstore.secret": {"kvstore.errors"},
+    "kvstore.lockfile": {"kvstore.errors"},
+    "kvstore.log": {"kvstore.clock"},
+    "kvstore.config": {
+        "kvstore.blocks",
+        "kvstore.endpoint",
+        "kvstore.errors",
+        "kvstore.machine",
+        "kvstore.secret",
+    },
+    "kvstore.backing": {"kvstore.blocks", "kvstore.errors"},
+    "kvstore.arena": {"kvstore.backing", "kvstore.blocks", "kvstore.errors"},
+    "kvstore.population": {"kvstore.backing"},
+    "kvstore.handoff": {"kvstore.blocks", "kvstore.errors"},
+    # The books: blocks know the group that owns them, and a lease knows its blocks.
+    "kvstore.directory": {"kvstore.arena", "kvstore.blocks", "kvstore.leases", "kvstore.policy"},
+    "kvstore.leases": {"kvstore.blocks", "kvstore.clock", "kvstore.directory", "kvstore.errors"},
+    "kvstore.hierarchy": {
+        "kvstore.arena",
+        "kvstore.blocks",
+        "kvstore.clock",
+        "kvstore.directory",
+        "kvstore.errors",
+        "kvstore.leases",
+        "kvstore.policy",
+    },
+    "kvstore.stats": {"kvstore.arena", "kvstore.hierarchy"},
+    "kvstore.wire": {"kvstore.blocks", "kvstore.endpoint", "kvstore.errors", "kvstore.wire"},
+    "kvstore.connection": {
+        "kvstore.arena",
+        "kvstore.blocks",
+        "kvstore.endpoint",
+        "kvstore.errors",
+        "kvstore.handoff",
+        "kvstore.wire",
+    },
+    "kvstore.client": {
+        "kvstore.arena",
+        "kvstore.blocks",
+        "kvstore.connection",
+        "kvstore.endpoint",
+        "kvstore.errors",
+        "kvstore.wire",
+    },
+    "kvstore.admin": {"kvstore.blocks", "kvstore.endpoint", "kvstore.errors", "kvstore.wire"},
+    "kvstore.metrics": {"kvstore.endpoint", "kvstore.errors"},
+    "kvstore.render": {"kvstore.admin"},
+    "kvstore.service": {
+        "kvstore.blocks",
+        "kvstore.directory",
+        "kvstore.errors",
+        "kvstore.hierarchy",
+        "kvstore.leases",
+        "kvstore.wire",
+    },
+    "kvstore.cli": {
+        "kvstore",
+        "kvstore.admin",
+        "kvstore.cli_serve",
+        "kvstore.config",
+        "kvstore.endpoint",
+        "kvstore.errors",
+        "kvstore.metrics",
+        "kvstore.render",
+        "kvstore.secret",
+    },
+    "kvstore.cli_serve": {"kvstore.config", "kvstore.daemon", "kvstore.log"},
+    "kvstore.__main__": {"kvstore.cli"},
+    "engine_plugin": {
+        "engine_plugin",
+        "kvstore",
+        "kvstore.arena",
+        "kvstore.blocks",
+        "kvstore.client",
+        "kvstore.endpoint",
+        "kvstore.errors",
+    },
+}
+#: The composition root may import anything of ours but these; so may what is shipped for tests, but for the last two.
+ROOT_MAY_NOT = {"kvstore.cli", "kvstore.cli_serve", "kvstore.testing", "engine_plugin"}
+
+#: Packages of others -> the only modules of ours that may import them.
+OTHERS: dict[str, set[str]] = {
+    "grpc": {
+        "kvstore.client",
+        "kvstore.connection",
+        "kvstore.daemon",
+        "kvstore.service",
+        "kvstore.wire",
+    },
+    "torch": {"engine_plugin"},
+    "vllm": {"engine_plugin"},
+    "lmdb": {"kvstore.tiers.disk_index"},
+    "redis": {"kvstore.tiers.redis"},
+    "pydantic": {"kvstore.config"},
+    "click": {"kvstore.cli", "kvstore.cli_serve"},
+    "prometheus_client": {"kvstore.metrics"},
+    "structlog": {"kvstore.log"},
+}
+
+
+def module_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {
+    module_of(path): path
+    for folder in ("kvstore", "engine_plugin")
+    for path in sorted((ROOT / folder).rglob("*.py"))
+    if path.parent != ROOT / "kvstore/wire/v1"
+}
+
+
+def imports_of(path: Path) -> set[str]:
+    """Every module that is named in an import, wherever it stands. `from a import b` names a.b where that is a module."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            assert node.module is not None
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                found.add(full if full in MODULES else node.module)
+    return found
+
+
+def within(name: str, tops: set[str]) -> bool:
+    """Whether a name is one of these or below one. `kvstore` itself does not stand for all of it."""
+    return any(name == top or (top != "kvstore" and name.startswith(f"{top}.")) for top in tops)
+
+
+def rule_of(module: str) -> set[str] | None:
+    """The narrowest rule that covers a module."""
+    name = module
+    while name:
+        if name in LAYERS and (name != "kvstore" or module == "kvstore"):
+            return LAYERS[name]
+        name = name.rpartition(".")[0]
+    return None
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_a_module_imports_only_what_lies_below_it(module: str) -> None:
+    ours = {name for name in imports_of(MODULES[module]) if name.split(".")[0] in ("kvstore", "engine_plugin")}
+    if module == "kvstore.daemon":
+        assert not {name for name in ours if within(name, ROOT_MAY_NOT)}
+        return
+    if module.startswith("kvstore.testing"):
+        assert not {name for name in ours if within(name, {"kvstore.cli", "kvstore.cli_serve", "engine_plugin"})}
+        return
+    rule = rule_of(module)
+    assert rule is not None, f"{module} is not in the table of layers"
+    assert not {name for name in ours if not within(name, rule)}
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_packages_of_others_stay_where_they_belong(module: str) -> None:
+    for name in imports_of(MODULES[module]):
+        package = name.split(".")[0]
+        if package in OTHERS:
+            assert within(module, OTHERS[package]), f"{module} imports {package}"
+
+
+def test_the_table_names_no_module_that_is_gone() -> None:
+    assert not {name for name in LAYERS if name not in MODULES}
+
+
+def test_nothing_reads_pickles() -> None:
+    for module, path in MODULES.items():
+        assert not {"pickle", "marshal", "shelve", "dill"} & imports_of(path), module

@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import urllib.error
+import urllib.request
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvstore.endpoint import parse_endpoint
+from kvstore.errors import ConfigError
+from kvstore.metrics import FAMILIES, MetricsServer, exposition
+from tests.ops.stats_sample import stats_sample
+
+
+def samples_of(text: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    return {
+        (sample.name, frozenset(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def sample(text: str, name: str, **labels: str) -> float:
+    return samples_of(text)[name, frozenset(labels.items())]
+
+
+def test_figures_keep_their_values() -> None:
+    page = exposition(stats_sample())
+    assert sample(page, "kvstore_uptime_seconds") == 12.5
+    assert sample(page, "kvstore_hits_total", tier="cpu") == 128
+    assert sample(page, "kvstore_misses_total", reason="absent") == 7
+    assert sample(page, "kvstore_stores_total", outcome="exists") == 4
+    assert sample(page, "kvstore_bytes_total", direction="read") == 128 * (8 << 20)
+    assert sample(page, "kvstore_tier_state", tier="cpu", state="populating") == 1
+    assert sample(page, "kvstore_tier_evictions_total", tier="cpu") == 3
+    assert sample(page, "kvstore_tier_huge_bytes", tier="cpu", backing="thp") == 800_000_000
+    assert sample(page, "kvstore_class_used_slots", tier="cpu", slot_bytes=str(8 << 20)) == 59
+    assert sample(page, "kvstore_namespace_blocks", namespace="ab" * 16, model="demo", group="0") == 59
+    assert sample(page, "kvstore_sessions", state="attached") == 1
+    assert sample(page, "kvstore_sessions", state="lingering") == 0
+    assert sample(page, "kvstore_draining") == 0
+
+
+def test_every_family_has_a_sample_in_a_busy_daemon() -> None:
+    names = {name for name, _ in samples_of(exposition(stats_sample()))}
+    assert {family.shown_name for family in FAMILIES} == names
+
+
+def test_a_tier_without_some_figures_is_shown_with_the_others() -> None:
+    stats = stats_sample()
+    stats["tiers"].append(
+        {"name": "disk", "state": "ok", "capacity_bytes": 5, "used_bytes": 1, "blocks": 1, "free_bytes": 4}
+    )
+    page = exposition(stats)
+    assert sample(page, "kvstore_tier_capacity_bytes", tier="disk") == 5
+    assert ("kvstore_tier_huge_bytes", frozenset({("tier", "disk"), ("backing", "thp")})) not in samples_of(page)
+
+
+def test_names_from_clients_cannot_forge_samples() -> None:
+    stats = stats_sample()
+    stats["namespaces"][0]["identity"]["model"] = 'x"} 1\nkvstore_pins 999\n'
+    assert sample(exposition(stats), "kvstore_pins") == 16
+
+
+def test_every_help_text_is_a_sentence() -> None:
+    for family in FAMILIES:
+        assert family.help.endswith("."), family.name
+
+
+def test_the_page_is_served_anew_for_each_scrape_and_the_port_is_free_afterwards() -> None:
+    stats = stats_sample()
+    server = MetricsServer(parse_endpoint("127.0.0.1:0"), lambda: stats)
+    url = f"http://127.0.0.1:{server.port}/metrics"
+    try:
+        for pins in (1, 2):
+            stats["pins"] = pins
+            with urllib.request.urlopen(url, timeout=10) as reply:
+                assert sample(reply.read().decode(), "kvstore_pins") == pins
+    finally:
+        server.close()
+    with pytest.raises(urllib.error.URLError):
+        urllib.request.urlopen(url, timeout=10)
+
+
+def test_a_taken_port_is_refused_with_the_flag_named() -> None:
+    server = MetricsServer(parse_endpoint("127.0.0.1:0"), stats_sample)
+    try:
+        with pytest.raises(ConfigError, match=f"--metrics-listen 127.0.0.1:{server.port}"):
+            MetricsServer(parse_endpoint(f"127.0.0.1:{server.port}"), stats_sample)
+    finally:
+        server.close()
