@@ -1,7 +1,7 @@
 """kvstore: a KV-cache service for inference engines.
 
-`connect` gives a Client; `Namespace` says whose blocks it speaks of; `kvstore.errors` holds everything that can go wrong.
-Names load on first use, so that `import kvstore` costs nothing to a command that only asks for the version.
+`connect` gives a Client; `Namespace` says whose blocks it speaks of; `kvstore.errors` holds everything that can go
+wrong. Names load on first use, so that `import kvstore` costs nothing to a command that only asks for the version.
 """
 
 from __future__ import annotations
@@ -13,16 +13,18 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from kvstore.blocks import Namespace
-    from kvstore.client import Client, Found, InsertResult, Lease, Reservation, Ticket, connect
+    from kvstore.client import Client, Lease, Reservation, connect
+    from kvstore.found import Found
+    from kvstore.insert import InsertResult, Ticket
 
 _HOME: Final = {
     "Client": "kvstore.client",
-    "Found": "kvstore.client",
-    "InsertResult": "kvstore.client",
+    "Found": "kvstore.found",
+    "InsertResult": "kvstore.insert",
     "Lease": "kvstore.client",
     "Namespace": "kvstore.blocks",
     "Reservation": "kvstore.client",
-    "Ticket": "kvstore.client",
+    "Ticket": "kvstore.insert",
     "connect": "kvstore.client",
 }
 

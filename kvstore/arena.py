@@ -1,15 +1,16 @@
 """The pool: one shared mapping, cut into segments of equal slots, with an epoch per slot.
 
 Geometry
-    The mapping is a row of *granules* of 2 MiB (a huge page, so that a granule can be given back whole). A *segment* is a
-    run of granules that holds slots of one size; how many granules is chosen per size so that little is left over at its
-    end. A segment whose last slot comes back dissolves into free granules, which any size may take.
+    The mapping is a row of *granules* of 2 MiB (a huge page, so that a granule can be given back whole). A *segment* is
+    a run of granules that holds slots of one size; how many granules is chosen per size so that little is left over at
+    its end. A segment whose last slot comes back dissolves into free granules, which any size may take.
 Waste
     A slot is the block rounded up to 4 KiB, or to 512 bytes where 4 KiB would waste more than 2 % (O_DIRECT needs 512).
     With at most 2 % left over at a segment's end, waste stays under 5 % for every block of at least 64 KiB.
 Budget
-    The byte budget covers the mapping, the epoch table, this process's page tables and BOOKKEEPING_BYTES for each slot that
-    exists. Where blocks are so small that bookkeeping outgrows what was set aside for it, free granules are retired.
+    The byte budget covers the mapping, the epoch table, this process's page tables and BOOKKEEPING_BYTES for each slot
+    that exists. Where blocks are so small that bookkeeping outgrows what was set aside for it, free granules are
+    retired.
 Epochs
     A table of its own, which only the daemon can write. A slot's epoch changes when the slot is handed to a writer; a
     reader that finds another value after its copy than the one it was given throws the copy away.
@@ -47,7 +48,8 @@ _EPOCH_SHIFT: Final = SLOT_BYTES_MIN.bit_length() - 1
 SEGMENT_BYTES_TARGET: Final = 64 << 20
 _SEGMENTS_MIN: Final = 16
 _WASTE_MAX: Final = 0.02
-#: What the daemon's heap needs for one block: directory entry, key, policy. Measured by bench/directory.py, which fails above it.
+#: What the daemon's heap needs for one block: directory entry, key, policy. Measured by bench/directory.py, which fails
+#: above it.
 BOOKKEEPING_BYTES: Final = 400
 #: Set aside for bookkeeping from the start: enough for blocks of 80 KiB and more.
 _BOOKKEEPING_SHARE: Final = 0.005
@@ -162,7 +164,7 @@ class Arena:
     # -- population ------------------------------------------------------------------------------------------------
 
     def add_populated(self, length: int) -> None:
-        """Tells that the next `length` bytes have their memory (see SharedMemory.populate); slots may come from them."""
+        """Tells that the next `length` bytes have their memory; slots may come from them."""
         start = self.populated_bytes // GRANULE_BYTES
         self.populated_bytes = min(self.size_bytes, self.populated_bytes + length)
         for index in range(start, self.populated_bytes // GRANULE_BYTES):

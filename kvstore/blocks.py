@@ -1,7 +1,7 @@
 """The nouns of the product, as frozen values, and their encodings.
 
 Glossary
-    block        The KV of ``block_size`` tokens of one KV-cache group, the parts of all ranks of one engine side by side.
+    block        The KV of ``block_size`` tokens of one KV-cache group, all ranks of one engine side by side.
     block hash   The engine's chained hash of the last token block in it. Opaque bytes here.
     namespace    Everything that must be equal for bytes to be interchangeable; named by one digest.
     group        Index of a KV-cache group. Blocks of different groups may differ in size.

@@ -3,8 +3,9 @@
 Two levels. For programs: insert, lookup, select, drop_select, delete, flush, stats. For engines, in batches:
 reserve/commit/abort and acquire/release, with offsets into the shared mapping (Client.arena).
 
-A Client may be used from any thread. It does not survive a fork. It attaches again by itself when the daemon was restarted;
-what belonged to the earlier life (leases, reservations) raises StaleGeneration or is dropped silently, as each method says.
+A Client may be used from any thread. It does not survive a fork. It attaches again by itself when the daemon was
+restarted; what belonged to the earlier life (leases, reservations) raises StaleGeneration or is dropped silently, as
+each method says.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from kvstore.connection import Attached, Connection
 from kvstore.endpoint import Endpoint, default_endpoint, parse_endpoint
 from kvstore.errors import Damage, InvalidRequest, NoMapping, RetryLater, StaleGeneration
 from kvstore.found import Found
-from kvstore.insert import Inserter, InsertResult, Ticket
+from kvstore.insert import Inserter, Ticket
 from kvstore.wire.convert import epochs_array, offsets_array, pack_offsets
 from kvstore.wire.v1 import admin_pb2, admin_pb2_grpc, engine_pb2
 
@@ -95,17 +96,17 @@ def connect(
     """Connects to a daemon.
 
     Args:
-        endpoint: ``unix:PATH`` or ``HOST:PORT``; None: ``$KVSTORE_ENDPOINT``, else the socket in ``$XDG_RUNTIME_DIR`` or
-            ``/run``.
+        endpoint: ``unix:PATH`` or ``HOST:PORT``; None: ``$KVSTORE_ENDPOINT``, else the socket in ``$XDG_RUNTIME_DIR``
+            or ``/run``.
         namespace: Whose blocks this client speaks of. None: only stats, and whatever open_namespace names later.
         client_name: Shown by ``kvstore sessions``; empty: the program's name.
-        group: The clients of one engine (scheduler and workers) name the same group: what one of them held when it ended
-            stays held until the last of them has ended, since another may still be copying.
+        group: The clients of one engine (scheduler and workers) name the same group: what one of them held when it
+            ended stays held until the last of them has ended, since another may still be copying.
         share_bytes: Most bytes of the pool that this group's blocks may take; 0: no limit but the pool.
         token: The daemon's token, where it listens on TCP with one.
         timeout_s: Deadline of every call.
-        wait: Whether calls wait, up to timeout_s, for a daemon that is away. False: they raise DaemonUnavailable at once,
-            and connecting itself does not wait either.
+        wait: Whether calls wait, up to timeout_s, for a daemon that is away. False: they raise DaemonUnavailable at
+            once, and connecting itself does not wait either.
         prefault: Make page-table entries for the pool in the background, so that copies do not stop for faults.
 
     Raises:
@@ -226,7 +227,9 @@ class Client:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     # -- for programs ----------------------------------------------------------------------------------------------
@@ -236,8 +239,8 @@ class Client:
 
         Args:
             keys: In prefix order.
-            blocks: One for each key; anything C-contiguous with the buffer protocol, of the namespace's block size. They
-                are read until the ticket is done: do not change them before.
+            blocks: One for each key; anything C-contiguous with the buffer protocol, of the namespace's block size.
+                They are read until the ticket is done: do not change them before.
 
         Raises:
             SizeMismatch: a block has another size; both are named. Nothing is stored.
@@ -260,10 +263,10 @@ class Client:
 
     @contextmanager
     def select(self, keys: Sequence[bytes], timeout_s: float) -> Iterator[Found]:
-        """Waits until all blocks are there, or the time is up; gives the leading run as read-only views, without a copy.
+        """Waits until all blocks are there, or the time is up; gives the leading run as read-only views of the pool.
 
-        The blocks are pinned until the with-block ends and no view of them, nor anything made from one (a slice, an array),
-        is in use any more.
+        The blocks are pinned until the with-block ends and no view of them, nor anything made from one (a slice, an
+        array), is in use any more.
 
         Raises:
             Damage: bytes changed under the reader. Never seen while the daemon keeps its promises.
@@ -280,8 +283,8 @@ class Client:
 
     @contextmanager
     def drop_select(self, keys: Sequence[bytes], timeout_s: float) -> Iterator[Found]:
-        """As select, but exactly one caller gets each block. Leaving the with-block normally removes them from every tier;
-        an exception, or the end of the process, gives them back, and the next caller that waits gets them.
+        """As select, but exactly one caller gets each block. Leaving the with-block normally removes them from every
+        tier; an exception, or the end of the process, gives them back, and the next caller that waits gets them.
 
         Raises:
             RetryLater: on leaving, the daemon could not be told; whether the blocks are gone is not known.
@@ -325,9 +328,7 @@ class Client:
 
     # -- for engines -----------------------------------------------------------------------------------------------
 
-    def reserve(
-        self, count: int, *, kv_group: int = 0, wait_s: float = 0.0, keys: Sequence[bytes] = ()
-    ) -> Reservation:
+    def reserve(self, count: int, *, kv_group: int = 0, wait_s: float = 0.0, keys: Sequence[bytes] = ()) -> Reservation:
         """Takes empty slots; colder blocks leave for them. One call.
 
         Args:
@@ -390,7 +391,7 @@ class Client:
         return np.frombuffer(reply.outcomes, dtype=np.uint8)
 
     def abort(self, generation: bytes, offsets: Iterable[int] | Offsets) -> int:
-        """Returns slots unfilled. Slots of an earlier life of the daemon are none any more. Returns how many went back."""
+        """Returns slots unfilled; those of an earlier life of the daemon went with it. Returns how many went back."""
         try:
             attached = self._attached_to(generation)
         except StaleGeneration:
@@ -422,7 +423,7 @@ class Client:
         return [_lease(reply.generation, grant) for grant in reply.grants]
 
     def release(self, leases: Iterable[Lease], *, remove: bool = False) -> int:
-        """Gives leases back, in one call. Those of an earlier life of the daemon ended with it. Returns how many there were.
+        """Gives leases back, in one call; those of an earlier life of the daemon ended with it. Returns how many.
 
         Args:
             remove: Only for leases of drop_select: the blocks leave every tier.

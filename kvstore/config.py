@@ -52,7 +52,8 @@ class Limits:
             default of 4 MiB, which a batch of a long prompt already passes.
         sessions_max: Sessions at once. Each holds a stream and an fd of the daemon; a host runs tens of engines.
         namespaces_max: Namespaces open at once. Each keeps its text and books for the daemon's life.
-        namespace_text_bytes_max: Bytes of a namespace's canonical text. A model of 200 layers with long names has 20 kB.
+        namespace_text_bytes_max: Bytes of a namespace's canonical text. A model of 200 layers with long names has 20
+            kB.
         wait_s_max: Longest wait that a Select or a Reserve may ask for, so that no forgotten call waits for ever.
     """
 
@@ -113,7 +114,9 @@ def _cpus() -> int:
 
 
 class Settings(pydantic.BaseModel):
-    """What `kvstore serve` is told. Made by :func:`load_settings`; made directly, only the values given are looked at."""
+    """What `kvstore serve` is told. Made by :func:`load_settings`; made directly, only the values given are looked
+    at.
+    """
 
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 

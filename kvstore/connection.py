@@ -60,7 +60,8 @@ class Connection:
 
     Args:
         patient: Whether calls wait (up to their timeout) for a daemon that is away, or fail at once.
-        prefault: Whether to make page-table entries for the pool in the background, so that copies do not stop for faults.
+        prefault: Whether to make page-table entries for the pool in the background, so that copies do not stop for
+            faults.
     """
 
     def __init__(

@@ -36,7 +36,8 @@ from kvstore.stats import Stats, hierarchy_stats
 from kvstore.wire.v1 import admin_pb2, admin_pb2_grpc, engine_pb2, engine_pb2_grpc
 
 _SERVICES: Final = tuple(
-    module.DESCRIPTOR.services_by_name[name].full_name for module, name in ((engine_pb2, "Engine"), (admin_pb2, "Admin"))
+    module.DESCRIPTOR.services_by_name[name].full_name
+    for module, name in ((engine_pb2, "Engine"), (admin_pb2, "Admin"))
 )
 #: Objects between two collections of the youngest generation, see _tune_garbage_collector.
 _GC_THRESHOLD: Final = 50_000
@@ -90,9 +91,7 @@ class _Daemon:
             sessions_max=limits.sessions_max,
             wait_s_max=limits.wait_s_max,
         )
-        self._admin = AdminService(
-            self._hierarchy, self._gate, stats=lambda: json.dumps(self.stats()), ping=self._ping
-        )
+        self._admin = AdminService(self._hierarchy, self._gate, stats=lambda: json.dumps(self.stats()), ping=self._ping)
         self._listening: list[Endpoint] = []
         self._handoff = HandoffServer(
             self._arena.memory.fd,
@@ -121,7 +120,7 @@ class _Daemon:
         )
         engine_pb2_grpc.add_EngineServicer_to_server(self._engine, server)
         admin_pb2_grpc.add_AdminServicer_to_server(self._admin, server)
-        health_service = health.aio.HealthServicer()
+        health_service = health.aio.HealthServicer()  # type: ignore[attr-defined]
         health_pb2_grpc.add_HealthServicer_to_server(health_service, server)
         reflection.enable_server_reflection((*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
         self._listening = [self._listen(server, endpoint) for endpoint in self._settings.listen]
@@ -142,7 +141,9 @@ class _Daemon:
             start_s=round(self._clock.monotonic() - self._started, 3),
         )
         if self._arena.memory.backing.kind == "4k" and self._settings.hugepages == "auto":
-            log.warning("the pool is on 4 KiB pages: first touch is 4x slower, disk 2x", why=self._arena.memory.backing.note)
+            log.warning(
+                "the pool is on 4 KiB pages: first touch is 4x slower, disk 2x", why=self._arena.memory.backing.note
+            )
         populator = self._populate(loop)
         try:
             await stopping.wait()
@@ -166,7 +167,9 @@ class _Daemon:
             holder = self._who_is(endpoint)
             if holder is not None:
                 raise AlreadyRunning(f"another daemon (pid {holder}) listens on {endpoint}", holder) from error
-            raise ConfigError(f"--listen {endpoint}: cannot listen there (taken by another program?): {error}") from error
+            raise ConfigError(
+                f"--listen {endpoint}: cannot listen there (taken by another program?): {error}"
+            ) from error
         finally:
             os.umask(before)
         if endpoint.is_unix:

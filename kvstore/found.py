@@ -54,13 +54,13 @@ class Found(Sequence[memoryview]):
         view = self._views.get(index)
         if view is None:
             offset = int(self.offsets[index])
-            # An array of its own for each block: every view, slice and array that is made of it keeps it alive, so its end
-            # is the end of all of them. (A memoryview alone cannot tell: its slices outlive its release().)
+            # An array of its own for each block: every view, slice and array that is made of it keeps it alive, so its
+            # end is the end of all of them. (A memoryview alone cannot tell: its slices outlive its release().)
             block = self._pool[offset : offset + self._block_bytes]
             block.flags.writeable = False
             reference: weakref.ref[object] = weakref.ref(block, self._dropped)
             self._in_use[id(reference)] = reference
-            view = self._views[index] = memoryview(block)
+            view = self._views[index] = memoryview(block)  # type: ignore[arg-type]
         return view
 
     def __iter__(self) -> Iterator[memoryview]:

@@ -1,9 +1,9 @@
 """Hands the pool's mapping to clients on this host, and learns from the same connection when they end.
 
-gRPC cannot carry a file descriptor, so a second Unix socket stands beside each Unix listener: `SOCKET.map`. A client connects,
-sends its session id, and gets one message with the size of the pool and two descriptors (pool, epochs). It keeps the
-connection open as long as it may touch the mapping. The kernel closes it when the process ends, however it ends, also in
-another pid namespace; a pidfd says the same where a forked child still holds the connection open.
+gRPC cannot carry a file descriptor, so a second Unix socket stands beside each Unix listener: `SOCKET.map`. A client
+connects, sends its session id, and gets one message with the size of the pool and two descriptors (pool, epochs). It
+keeps the connection open as long as it may touch the mapping. The kernel closes it when the process ends, however it
+ends, also in another pid namespace; a pidfd says the same where a forked child still holds the connection open.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import contextlib
 import os
 import socket
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Final
 
 from kvstore.blocks import SESSION_ID_BYTES
@@ -67,8 +67,8 @@ class HandoffServer:
         self._listeners.append(listener)
         self._spawn(self._accept(listener))
 
-    def _spawn(self, work: object) -> None:
-        task = asyncio.get_running_loop().create_task(work)  # type: ignore[arg-type]
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -78,7 +78,8 @@ class HandoffServer:
             try:
                 connection, _ = await loop.sock_accept(listener)
             except OSError:
-                # Out of descriptors, most likely: the client tries again, and so does this loop, once others have ended.
+                # Out of descriptors, most likely: the client tries again, and so does this loop, once others have
+                # ended.
                 await asyncio.sleep(0.1)
                 continue
             connection.setblocking(False)

@@ -1,7 +1,7 @@
 """The only decider: which block is where, who may read it, who has to leave.
 
-Runs on one thread (the daemon's event loop), owns all books, takes no locks. A method without ``await`` is one step: nobody
-sees it half done. ``select`` is the only one that waits; what it re-checks is written there.
+Runs on one thread (the daemon's event loop), owns all books, takes no locks. A method without ``await`` is one step:
+nobody sees it half done. ``select`` is the only one that waits; what it re-checks is written there.
 
 Promises
     * What acquire or select granted stays readable, byte for byte, until the lease is released or the last session of
@@ -120,7 +120,9 @@ class Hierarchy:
             check_block_bytes(identity, entry.group_bytes, sizes)
             return entry
         if len(self.namespaces) >= NAMESPACES_MAX:
-            raise LimitExceeded(f"{NAMESPACES_MAX} namespaces are open (namespaces_max); restart the daemon to forget them")
+            raise LimitExceeded(
+                f"{NAMESPACES_MAX} namespaces are open (namespaces_max); restart the daemon to forget them"
+            )
         entry = self.namespaces[digest] = NamespaceEntry(digest, identity, dict(fields), sizes)
         return entry
 
@@ -165,8 +167,8 @@ class Hierarchy:
     ) -> Lease | None:
         """As acquire, but waits until all keys are there or the time is up.
 
-        With `drop` the lease is a claim: a block is in at most one. Whoever waits for a claimed block goes on waiting and
-        finds it there again (the claimer gave it back or died), stored anew, or gone.
+        With `drop` the lease is a claim: a block is in at most one. Whoever waits for a claimed block goes on waiting
+        and finds it there again (the claimer gave it back or died), stored anew, or gone.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + wait_s
@@ -234,7 +236,8 @@ class Hierarchy:
     def release(
         self, session: Session, lease_ids: Iterable[int], *, remove: bool = False, hold: bool = False
     ) -> tuple[int, int]:
-        """Gives leases back; with `remove`, their blocks leave every tier. Ids that the session does not hold are skipped.
+        """Gives leases back; with `remove`, their blocks leave every tier. Ids that the session does not hold are
+        skipped.
 
         With `hold` the blocks stop answering, but the lease stays, pins and all: a reader still looks at the bytes.
 
@@ -265,7 +268,8 @@ class Hierarchy:
             block.pins -= 1
             if not block.pins and block.state is BlockState.DOOMED:
                 self._free_slot(block)
-        # The touch comes here and not at the grant: until now the pins kept the blocks, and the reader did not wait for it.
+        # The touch comes here and not at the grant: until now the pins kept the blocks, and the reader did not wait for
+        # it.
         self._touch([block for block in lease.blocks if block.state is BlockState.READY])
 
     def _unclaim(self, lease: Lease) -> None:
@@ -305,7 +309,9 @@ class Hierarchy:
         return Reserved(taken, shortfall)
 
     async def reserve_within(self, session: Session, keyspace: Keyspace, count: int, wait_s: float) -> Reserved:
-        """As reserve, but waits up to `wait_s` for memory that is still on its way. Counts what is refused in the end."""
+        """As reserve, but waits up to `wait_s` for memory that is still on its way. Counts what is refused in the
+        end.
+        """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + wait_s
         got = self.reserve(session, keyspace, count)
@@ -407,7 +413,9 @@ class Hierarchy:
     # -- removing --------------------------------------------------------------------------------------------------
 
     def delete(self, keyspace: Keyspace, keys: Iterable[bytes]) -> int:
-        """Removes blocks from every tier; pinned ones stop answering now and give their slots back with the last pin."""
+        """Removes blocks from every tier; pinned ones stop answering now and give their slots back with the last
+        pin.
+        """
         found = [block for block in map(keyspace.blocks.get, keys) if block is not None]
         return sum(self._remove(block, "deleted") for block in found)
 
@@ -428,7 +436,9 @@ class Hierarchy:
         return sum(self._remove(block, "flushed") for block in doomed)
 
     def evict(self, free_bytes: int, limit: int) -> int:
-        """Evicts up to `limit` of the coldest blocks, until so many bytes of the pool are free. Returns how many left."""
+        """Evicts up to `limit` of the coldest blocks, until so many bytes of the pool are free. Returns how many
+        left.
+        """
         evicted = 0
         before, free = self.used_bytes, self.free_bytes
         while evicted < limit and free + before - self.used_bytes < free_bytes:
@@ -532,11 +542,12 @@ class Hierarchy:
                 return True
 
     def _make_room(self, slot_bytes: int, wanted: int) -> bool:
-        """Frees at least one slot of a size, or granules for it, if anything can leave; about `wanted` if so many are cold.
+        """Frees at least one slot of a size, or granules for it, if anything can leave; about `wanted` if so many are
+        cold.
 
-        The coldest leave first over all sizes: a segment of another size changes hands if, on the average, its blocks are
-        colder than the coldest block of this size. That is also what ends the starvation of a size: with few slots, all
-        its blocks are young.
+        The coldest leave first over all sizes: a segment of another size changes hands if, on the average, its blocks
+        are colder than the coldest block of this size. That is also what ends the starvation of a size: with few slots,
+        all its blocks are young.
         """
         own = self._homes.get(slot_bytes, [])
         ages = [age for home in own if (age := home.policy.oldest_tick()) is not None]
@@ -646,5 +657,3 @@ class Hierarchy:
         for keyspace in self._keyspaces(None):
             for key in list(keyspace.waiters):
                 self._wake(keyspace, key)
-
-

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 _ROUND_BYTES: Final = 64 << 20
 #: Most blocks in one round, for small blocks.
 _ROUND_BLOCKS: Final = 1024
-#: Tickets that may wait. The blocks belong to the caller until then, so this bounds what a forgetful caller keeps alive.
+#: Tickets that may wait. The blocks belong to the caller until then, so this bounds what a forgetful caller keeps
+#: alive.
 _TICKETS_MAX: Final = 1024
 #: How long a store waits for a pool that is being populated; after that it is refused.
 _POPULATING_S: Final = 5.0
@@ -39,9 +40,9 @@ class InsertResult:
     Attributes:
         stored: How many are in the pool now because of it.
         exists: How many were there already.
-        refused: How many were not stored, by reason: `pinned`, `share`, `populating`, `too_large`, `draining`, `queue_full`,
-            `closed`, or the name of an error such as `DaemonUnavailable`. What follows a refused block is refused with it,
-            since a block without those before it answers nothing.
+        refused: How many were not stored, by reason: `pinned`, `share`, `populating`, `too_large`, `draining`,
+            `queue_full`, `closed`, or the name of an error such as `DaemonUnavailable`. What follows a refused block is
+            refused with it, since a block without those before it answers nothing.
     """
 
     stored: int
@@ -109,8 +110,8 @@ class Inserter:
     def call_soon(self, call: Callable[[], None]) -> None:
         """Makes a call in the thread. What it raises is dropped."""
         self._queue.put(call)
-        # Without the lock, which the thread that got here may hold: a thread that is not there has nothing to release for,
-        # but views may come from select alone.
+        # Without the lock, which the thread that got here may hold: a thread that is not there has nothing to release
+        # for, but views may come from select alone.
         if self._thread is None:
             threading.Thread(target=self._start, name="kvstore-insert-start", daemon=True).start()
 
@@ -193,15 +194,14 @@ class Inserter:
                     coming = calls.submit(self._reserve, job.keys[start + step : start + 2 * step])
                 missing = np.flatnonzero(~slots.exists)
                 got = len(slots.offsets)
-                # What exists after the first block that got no slot cannot be told apart from what got none: stop there.
+                # What exists after the first block that got no slot cannot be told apart from what got none: stop
+                # there.
                 end = len(keys) if got == len(missing) else int(missing[got])
                 counts["exists"] += int(slots.exists[:end].sum())
                 wanted = missing[missing < end]
                 self._copy(slots, [job.blocks[start + index] for index in wanted])
                 parent = job.keys[start + int(wanted[0]) - 1] if len(wanted) and start + int(wanted[0]) > 0 else None
-                commits.append(
-                    calls.submit(self._commit, slots, [keys[index] for index in wanted], parent, counts)
-                )
+                commits.append(calls.submit(self._commit, slots, [keys[index] for index in wanted], parent, counts))
                 settled = start + end
                 if slots.shortfall is not None:
                     refused[slots.shortfall] += len(job.keys) - settled
@@ -226,15 +226,15 @@ class Inserter:
         if arena is None or arena.generation != slots.generation:
             if arena is None and self._client.attached:
                 self._client.abort(slots.generation, slots.offsets)
-                raise NoMapping(f"{self._client.endpoint} is on another host: insert needs the daemon's host (unix:PATH)")
+                raise NoMapping(
+                    f"{self._client.endpoint} is on another host: insert needs the daemon's host (unix:PATH)"
+                )
             return  # the daemon was restarted: the commit will say so
         pool = arena.as_numpy()
         for offset, block in zip(slots.offsets.tolist(), blocks, strict=True):
             np.copyto(pool[offset : offset + block.nbytes], block)
 
-    def _commit(
-        self, slots: Reservation, keys: Sequence[bytes], parent: bytes | None, counts: Counter[str]
-    ) -> None:
+    def _commit(self, slots: Reservation, keys: Sequence[bytes], parent: bytes | None, counts: Counter[str]) -> None:
         if not keys:
             return
         outcomes = self._client.commit(slots.generation, slots.offsets, keys, parent=parent).tolist()

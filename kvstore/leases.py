@@ -16,8 +16,8 @@ from kvstore.errors import InvalidRequest, UnknownSession
 class Group:
     """The sessions of one engine, and its share of the pool.
 
-    A member that ended may have left a copy under way in another member (a scheduler names slots, a worker fills them), so
-    what it held stays held until the last member has ended.
+    A member that ended may have left a copy under way in another member (a scheduler names slots, a worker fills them),
+    so what it held stays held until the last member has ended.
 
     Attributes:
         name: What its members call it.

@@ -15,7 +15,8 @@ SUFFIX: Final = ".lock"
 
 
 class SocketLock:
-    """Holds `SOCKET.lock` for as long as the process lives or until close(). Makes the folder where there is none (0700).
+    """Holds `SOCKET.lock` for as long as the process lives or until close(). Makes the folder where there is none
+    (0700).
 
     Raises:
         AlreadyRunning: another process holds it; its pid is named.
@@ -60,5 +61,7 @@ class SocketLock:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()

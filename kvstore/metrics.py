@@ -131,6 +131,13 @@ FAMILIES: Final[tuple[Family, ...]] = (
         _tier_states,
     ),
     Family("kvstore_tier_capacity_bytes", "gauge", "The tier's budget.", _TIER, _of_tiers("capacity_bytes")),
+    Family(
+        "kvstore_tier_pool_bytes",
+        "gauge",
+        "What the budget leaves for segments; the rest is bookkeeping.",
+        _TIER,
+        _of_tiers("pool_bytes"),
+    ),
     Family("kvstore_tier_used_bytes", "gauge", "Bytes of the blocks at rest.", _TIER, _of_tiers("used_bytes")),
     Family("kvstore_tier_free_bytes", "gauge", "Bytes free without evicting.", _TIER, _of_tiers("free_bytes")),
     Family(
@@ -146,6 +153,13 @@ FAMILIES: Final[tuple[Family, ...]] = (
         "Part of the budget that bookkeeping takes.",
         _TIER,
         _of_tiers("overhead_bytes"),
+    ),
+    Family(
+        "kvstore_tier_committed_bytes",
+        "gauge",
+        "Memory that the kernel has given so far. Never above the capacity.",
+        _TIER,
+        _of_tiers("committed_bytes"),
     ),
     Family(
         "kvstore_tier_populated_bytes",
@@ -220,6 +234,7 @@ FAMILIES: Final[tuple[Family, ...]] = (
         ("reason",),
         _counts("refused"),
     ),
+    Family("kvstore_removed", "counter", "Blocks that left every tier.", ("reason",), _counts("removed")),
     Family("kvstore_bytes", "counter", "Bytes stored and read.", ("direction",), _counts("bytes")),
     Family("kvstore_calls", "counter", "gRPC calls.", ("method",), _counts("calls")),
     Family("kvstore_errors", "counter", "gRPC calls that failed.", ("status",), _counts("errors")),

@@ -1,7 +1,7 @@
 """Which block leaves first. Pure bookkeeping: no clock, no I/O, no pins.
 
-A policy knows nodes, not keys, and marks them through one attribute of theirs, so that a touch of 2,048 blocks is a loop of
-attribute stores and one list operation.
+A policy knows nodes, not keys, and marks them through one attribute of theirs, so that a touch of 2,048 blocks is a
+loop of attribute stores and one list operation.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class Ticker:
 class EvictionPolicy(Protocol[N]):
     """Order of eviction among the nodes of one kind. Owned by one thread.
 
-    The caller touches nodes in prefix order and adds the ancestors of the first one, so that no node is ever more recent
-    than the node before it: suffixes go first. The policy forgets a node it popped; who finds that a popped node cannot
-    leave now (it is pinned) touches it again when it can.
+    The caller touches nodes in prefix order and adds the ancestors of the first one, so that no node is ever more
+    recent than the node before it: suffixes go first. The policy forgets a node it popped; who finds that a popped node
+    cannot leave now (it is pinned) touches it again when it can.
     """
 
     def touch(self, chain: Sequence[N]) -> None:
@@ -51,7 +51,9 @@ class EvictionPolicy(Protocol[N]):
         """Takes out the node that should leave first; None where there is none."""
 
     def oldest_tick(self) -> int | None:
-        """About when the node that pop() would give was last touched, by the common Ticker; None where there is none."""
+        """About when the node that pop() would give was last touched, by the common Ticker; None where there is
+        none.
+        """
 
     def peek(self, count: int) -> list[N]:
         """About the first `count` nodes that pop() would give."""
@@ -67,12 +69,12 @@ _CHUNK: Final = 4096
 class LruPolicy(Generic[N]):
     """Least recently used, in prefix order, exact.
 
-    A log of references, newest last, cut into chunks. A touch writes the number of the open chunk into each node and appends
-    the nodes, suffix first; a reference is current if its node still bears its chunk's number. When a chunk becomes the
-    oldest one, its references that are no longer current and all but the last reference of a node are dropped, which leaves
-    its nodes in exact order. So a touch costs an attribute store, where a linked list or an OrderedDict costs 5 to 10 times
-    that (and 100 bytes a node more), and the sorting out is paid at eviction. A sweep that runs along with touches keeps
-    the log under about three references a node.
+    A log of references, newest last, cut into chunks. A touch writes the number of the open chunk into each node and
+    appends the nodes, suffix first; a reference is current if its node still bears its chunk's number. When a chunk
+    becomes the oldest one, its references that are no longer current and all but the last reference of a node are
+    dropped, which leaves its nodes in exact order. So a touch costs an attribute store, where a linked list or an
+    OrderedDict costs 5 to 10 times that (and 100 bytes a node more), and the sorting out is paid at eviction. A sweep
+    that runs along with touches keeps the log under about three references a node.
     """
 
     def __init__(self, ticker: Ticker | None = None) -> None:

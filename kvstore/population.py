@@ -16,7 +16,8 @@ class Populator:
     """Threads that populate the pool from its start to its end.
 
     Args:
-        report: Called in one of the threads with the length of each further piece that has its memory, in order of address.
+        report: Called in one of the threads with the length of each further piece that has its memory, in order of
+            address.
         failed: Called in one of the threads, once, where the machine has no more memory; what was reported stays good.
     """
 

@@ -51,7 +51,9 @@ class Gate:
         self.errors: Counter[str] = Counter()
 
     def check(self, context: Any) -> None:
-        """Raises AccessDenied where a TCP peer has no token or a wrong one. The mode of a Unix socket is its own gate."""
+        """Raises AccessDenied where a TCP peer has no token or a wrong one. The mode of a Unix socket is its own
+        gate.
+        """
         if self._token is None or context.peer().startswith("unix:"):
             return
         for key, value in context.invocation_metadata() or ():
@@ -230,9 +232,7 @@ class EngineService(_Servicer, engine_pb2_grpc.EngineServicer):
     @_method
     async def Release(self, request: engine_pb2.ReleaseRequest, context: Any) -> Any:
         session = self._hierarchy.sessions.session(request.session)
-        released, removed = self._hierarchy.release(
-            session, request.leases, remove=request.remove, hold=request.hold
-        )
+        released, removed = self._hierarchy.release(session, request.leases, remove=request.remove, hold=request.hold)
         return engine_pb2.ReleaseReply(released=released, removed=removed)
 
     # -- writing ---------------------------------------------------------------------------------------------------
@@ -284,7 +284,9 @@ class EngineService(_Servicer, engine_pb2_grpc.EngineServicer):
 
     def _wait_s(self, wait_ms: int) -> float:
         if wait_ms > self._wait_s_max * 1000:
-            raise LimitExceeded(f"a wait of {wait_ms} ms; at most {self._wait_s_max:.0f} s (wait_s_max): ask again instead")
+            raise LimitExceeded(
+                f"a wait of {wait_ms} ms; at most {self._wait_s_max:.0f} s (wait_s_max): ask again instead"
+            )
         return wait_ms / 1000
 
     def _granted(self, lease: Lease | None) -> engine_pb2.Grant:
@@ -359,5 +361,3 @@ def _digest(sent: bytes) -> bytes | None:
     if sent and len(sent) != DIGEST_BYTES:
         raise InvalidRequest(f"a namespace digest has {DIGEST_BYTES} bytes, not {len(sent)}")
     return sent or None
-
-

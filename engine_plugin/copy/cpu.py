@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-import logging
+import itertools
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -17,8 +17,6 @@ from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
-
-log = logging.getLogger("vllm.kvstore.copy")
 
 #: Below this many bytes a batch is not worth splitting over threads.
 SPLIT_BYTES_MIN: Final = 8 << 20
@@ -90,7 +88,7 @@ class CpuCopier:
             return then()
         ends = np.searchsorted(np.cumsum(size), np.linspace(0, int(size.sum()), self._threads + 1)[1:-1])
         bounds = [0, *ends.tolist(), len(size)]
-        parts = [slice(a, b) for a, b in zip(bounds, bounds[1:], strict=False)]
+        parts = [slice(a, b) for a, b in itertools.pairwise(bounds)]
         others = [self._helpers.submit(copy_fragments, dst[p], src[p], size[p]) for p in parts[1:]]
         copy_fragments(dst[parts[0]], src[parts[0]], size[parts[0]])
         for other in others:

@@ -2,7 +2,7 @@
 
 A request's life here::
 
-    (unknown) --lookup--> GATHERING --step_end--> ASKED --reply--> ANSWERED --prepare_load--> LOADING --load_done--> (unknown)
+    (unknown) -lookup-> GATHERING -step_end-> ASKED -reply-> ANSWERED -prepare_load-> LOADING -load_done-> (unknown)
 
 * The engine asks for every key of a request in one scheduler step, in prefix order, and goes on past a RETRY; so the
   first step gathers the whole list and it goes out as one query when the step ends.

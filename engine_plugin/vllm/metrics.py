@@ -45,9 +45,9 @@ def definitions() -> dict[str, OffloadingMetricMetadata]:
         ATTACHED: OffloadingGaugeMetadata("1 while the engine is attached to the kvstore daemon, 0 while it is not."),
         HITS: OffloadingCounterMetadata("Blocks that a lookup found in kvstore and pinned."),
         MISSES: OffloadingCounterMetadata(
-            "Blocks that a lookup did not get, by reason. absent: not stored. unavailable: no daemon. silent: no answer "
-            "in time. worker_detached: the workers have not mapped the pool. distrusted: an earlier load of that copy "
-            "failed. flushing: the engine's caches are being reset. role: this engine does not load.",
+            "Blocks that a lookup did not get, by reason. absent: not stored. unavailable: no daemon. silent: no "
+            "answer in time. worker_detached: the workers have not mapped the pool. distrusted: an earlier load of "
+            "that copy failed. flushing: the engine's caches are being reset.",
             ("reason",),
         ),
         PUBLISHED: OffloadingCounterMetadata(
@@ -55,8 +55,8 @@ def definitions() -> dict[str, OffloadingMetricMetadata]:
         ),
         SKIPPED: OffloadingCounterMetadata(
             "Blocks not stored, by reason. no_slots: more at once than the stock held. pinned, share, populating, "
-            "too_large, draining: what the daemon answered to a request for slots. unavailable: no daemon. copy_failed: "
-            "a worker could not copy its part.",
+            "too_large, draining: what the daemon answered to a request for slots. unavailable: no daemon. "
+            "copy_failed: a worker could not copy its part.",
             ("reason",),
         ),
         LOAD_FAILURES: OffloadingCounterMetadata(

@@ -60,7 +60,7 @@ class KVStoreSpec(OffloadingSpec):
             self._facts = _facts.get()
         except LookupError:
             raise ConfigError(
-                "KVStoreSpec needs its own connector: set 'kv_connector' to 'KVStoreConnector' and leave out 'spec_name'"
+                "KVStoreSpec needs its own connector: set kv_connector to KVStoreConnector and leave out spec_name"
             ) from None
         self._settings = parse_settings(config.extra_config)
         refuse_unsupported(config, self._facts)
@@ -127,6 +127,7 @@ class KVStoreSpec(OffloadingSpec):
             token=self._settings.token,
             timeout_s=self._settings.timeout_s,
             wait=False,
+            prefault=namespace is None,  # only workers touch the pool
         )
 
     def _stock_max(self) -> int:

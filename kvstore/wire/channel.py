@@ -37,7 +37,7 @@ class _CallDetails(
     """gRPC's details are read by attribute and have no constructor of their own."""
 
 
-class _TokenInterceptor(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor):
+class _TokenInterceptor(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor):  # type: ignore[type-arg]
     """Adds the token to each call. Call credentials would do the same, but gRPC sends those over TLS only."""
 
     def __init__(self, token: str) -> None:

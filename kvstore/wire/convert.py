@@ -1,7 +1,7 @@
 """Message <-> value and error <-> status, each in one table.
 
-A status carries the name of the error's class in its trailing metadata, so that a client raises what the daemon raised. What
-comes without a name (from gRPC itself, or from a proxy) is told from the status code.
+A status carries the name of the error's class in its trailing metadata, so that a client raises what the daemon raised.
+What comes without a name (from gRPC itself, or from a proxy) is told from the status code.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from array import array
 from collections.abc import Iterable, Iterator
-from typing import Final
+from typing import Any, Final
 
 import grpc
 import numpy as np
@@ -63,7 +63,8 @@ def status_of(error: KVStoreError) -> grpc.StatusCode:
 def error_of(failure: grpc.RpcError, endpoint: str) -> KVStoreError:
     """The error that a failed call tells. `endpoint` is named where nobody answers there."""
     code, details = failure.code(), failure.details() or ""
-    for key, value in failure.trailing_metadata() or ():
+    metadata: Iterable[tuple[str, Any]] = failure.trailing_metadata() or ()  # type: ignore[assignment]
+    for key, value in metadata:
         if key == ERROR_KEY and value in _CLASS_OF_NAME:
             return _CLASS_OF_NAME[value](details)
     class_ = _CLASS_OF_STATUS.get(code, KVStoreError)

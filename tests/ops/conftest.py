@@ -31,6 +31,10 @@ class Daemon:
         """Ends it and waits. Its exit code and what it wrote to stderr."""
         if self.process.poll() is None:
             self.process.send_signal(number)
+        return self.wait()
+
+    def wait(self) -> tuple[int, str]:
+        """Waits until it ends by itself. Its exit code and what it wrote to stderr."""
         _, log = self.process.communicate(timeout=STOP_S)
         return self.process.returncode, log
 

@@ -1,0 +1,1 @@
+"""Resting places below the pool, one module each; the contract is kvstore.tier."""

@@ -1,0 +1,77 @@
+"""One vLLM engine that takes commands: a line of JSON on stdin, a line of JSON on stdout for each.
+
+usage: driver.py JSON     (the arguments of `vllm.LLM`; `kv_transfer_config` as a plain object)
+
+    {"do": "generate", "prompts": [[token, ...], ...], "max_tokens": n}  -> {"outputs": [{"tokens", "cached", "ttft_s"}]}
+    {"do": "metrics"}                                                    -> {"metrics": {"name{label=value}": number}}
+    {"do": "reset", "connector": false}                                  -> {"reset": true}
+    {"do": "stop"}                                                       -> {"stopped": true}, and the process ends
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what vLLM prints must not get between the answers
+
+    from vllm import LLM, SamplingParams
+    from vllm.config import KVTransferConfig
+
+    arguments = json.loads(sys.argv[1])
+    transfer = arguments.pop("kv_transfer_config", None)
+    if transfer is not None:
+        arguments["kv_transfer_config"] = KVTransferConfig(**transfer)
+    llm = LLM(**arguments)
+
+    def generate(prompts: list[list[int]], max_tokens: int) -> dict[str, Any]:
+        parameters = SamplingParams(temperature=0.0, max_tokens=max_tokens, min_tokens=max_tokens, ignore_eos=True)
+        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], parameters, use_tqdm=False)
+        return {
+            "outputs": [
+                {
+                    "tokens": list(output.outputs[0].token_ids),
+                    "cached": output.num_cached_tokens,
+                    "ttft_s": output.metrics.first_token_latency,
+                }
+                for output in outputs
+            ]
+        }
+
+    def metrics() -> dict[str, Any]:
+        found: dict[str, float] = {}
+        for metric in llm.get_metrics():
+            labels = {k: v for k, v in metric.labels.items() if k not in ("model_name", "engine")}
+            suffix = "{" + ",".join(f"{k}={v}" for k, v in sorted(labels.items())) + "}" if labels else ""
+            value = getattr(metric, "value", None)
+            if value is not None:
+                found[metric.name + suffix] = value
+        return {"metrics": found}
+
+    def answer(value: dict[str, Any]) -> None:
+        answers.write(json.dumps(value) + "\n")
+        answers.flush()
+
+    answer({"ready": True})
+    for line in sys.stdin:
+        command = json.loads(line)
+        match command.pop("do"):
+            case "generate":
+                answer(generate(**command))
+            case "metrics":
+                answer(metrics())
+            case "reset":
+                answer({"reset": llm.reset_prefix_cache(reset_connector=command["connector"])})
+            case "stop":
+                answer({"stopped": True})
+                break
+    llm.llm_engine.engine_core.shutdown()
+
+
+if __name__ == "__main__":
+    main()
