@@ -24,13 +24,13 @@ from typing import Final
 
 import numpy as np
 
-from kvstore.arena import Arena, Epochs, Offsets, Segment
+from kvstore.arena import Arena, Epochs, Offsets
 from kvstore.blocks import DIGEST_BYTES, KEY_BYTES_MAX, check_block_bytes, digest_of_identity, parse_identity
 from kvstore.clock import Clock
-from kvstore.directory import Block, BlockState, Home, Keyspace, NamespaceEntry
+from kvstore.directory import Block, BlockState, Keyspace, NamespaceEntry
 from kvstore.errors import InvalidRequest, LimitExceeded, UnknownNamespace
-from kvstore.leases import Group, Lease, LeaseTable, Session
-from kvstore.policy import Ticker
+from kvstore.leases import Lease, LeaseTable, Session
+from kvstore.pool import Pool, Reserved, Shortfall
 
 #: Namespaces in one life of the daemon. Each costs about a kilobyte; a client that makes one per request is mistaken.
 NAMESPACES_MAX: Final = 4096
@@ -38,16 +38,6 @@ NAMESPACES_MAX: Final = 4096
 GROUPS_MAX: Final = 64
 #: Segments that are looked at when one has to change its size.
 _STEAL_CANDIDATES: Final = 8
-
-
-class Shortfall(enum.Enum):
-    """Why a reservation is smaller than asked."""
-
-    PINNED = "pinned"
-    SHARE = "share"
-    POPULATING = "populating"
-    TOO_LARGE = "too_large"
-    DRAINING = "draining"
 
 
 class Outcome(enum.IntEnum):
@@ -58,14 +48,6 @@ class Outcome(enum.IntEnum):
     NOT_RESERVED = 3
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Reserved:
-    """Empty slots. `shortfall` says why there are fewer than asked."""
-
-    offsets: list[int]
-    shortfall: Shortfall | None
-
-
 @dataclasses.dataclass(slots=True)
 class Counts:
     """What happened since the start, for stats and metrics. Only ever grows."""
@@ -74,9 +56,7 @@ class Counts:
     misses: Counter[str] = dataclasses.field(default_factory=Counter)  # keys asked for and not handed out, by reason
     stores: Counter[str] = dataclasses.field(default_factory=Counter)  # slots committed, by outcome
     refused: Counter[str] = dataclasses.field(default_factory=Counter)  # slots asked for and not given, by reason
-    removed: Counter[str] = dataclasses.field(default_factory=Counter)  # blocks that left, by cause
     bytes: Counter[str] = dataclasses.field(default_factory=Counter)  # block bytes stored and handed out
-    segment_moves: int = 0
 
 
 class Hierarchy:
@@ -84,19 +64,13 @@ class Hierarchy:
 
     def __init__(self, arena: Arena, clock: Clock) -> None:
         self.arena = arena
+        self.pool = Pool(arena)
         self.sessions = LeaseTable(clock)
         self.namespaces: dict[bytes, NamespaceEntry] = {}
         self.counts = Counts()
         self.draining = False
-        #: Whether population ended early for want of memory: what is there is all there will be.
-        self.population_failed = False
         self._progress: asyncio.Future[None] | None = None
-        self._ticker = Ticker()
-        self._homes: dict[int, list[Home]] = {}
         self._waiting = 0
-        #: Bytes of slots under blocks. Kept, not computed: stats and eviction ask often.
-        self.used_bytes = 0
-        self.block_count = 0
 
     # -- namespaces ------------------------------------------------------------------------------------------------
 
@@ -255,7 +229,7 @@ class Hierarchy:
             if lease.id not in session.leases:
                 continue  # named twice in one call
             if remove:
-                removed += sum(self._remove(block, "dropped") for block in lease.blocks)
+                removed += sum(self.pool.remove(block, "dropped") for block in lease.blocks)
             if not hold:
                 del session.leases[lease.id]
                 self._end_lease(lease)
@@ -265,12 +239,10 @@ class Hierarchy:
         if lease.drop:
             self._unclaim(lease)
         for block in lease.blocks:
-            block.pins -= 1
-            if not block.pins and block.state is BlockState.DOOMED:
-                self._free_slot(block)
+            self.pool.unpin(block)
         # The touch comes here and not at the grant: until now the pins kept the blocks, and the reader did not wait for
         # it.
-        self._touch([block for block in lease.blocks if block.state is BlockState.READY])
+        self.pool.touch([block for block in lease.blocks if block.state is BlockState.READY])
 
     def _unclaim(self, lease: Lease) -> None:
         for block in lease.blocks:
@@ -282,31 +254,12 @@ class Hierarchy:
 
     def reserve(self, session: Session, keyspace: Keyspace, count: int) -> Reserved:
         """Takes up to `count` empty slots; colder blocks leave for them."""
-        slot_bytes, group = keyspace.slot_bytes, session.group
-        shortfall: Shortfall | None = None
-        allowed = count
         if self.draining:
-            shortfall, allowed = Shortfall.DRAINING, 0
-        elif not self.arena.fits(slot_bytes) or (group.share_bytes and slot_bytes > group.share_bytes):
-            shortfall, allowed = Shortfall.TOO_LARGE, 0
-        elif group.share_bytes:
-            self._shrink_share(group, min(count * slot_bytes, group.share_bytes))
-            allowed = min(count, max(0, group.share_bytes - group.used_bytes) // slot_bytes)
-            shortfall = Shortfall.SHARE if allowed < count else None
-        taken = self.arena.allocate(slot_bytes, allowed) if allowed else []
-        while len(taken) < allowed:
-            if not self.arena.populated and not self.population_failed:
-                # Memory is on its way; nothing has to leave for want of it.
-                shortfall = Shortfall.POPULATING
-                break
-            if not self._make_room(slot_bytes, allowed - len(taken)):
-                shortfall = Shortfall.PINNED
-                break
-            taken += self.arena.allocate(slot_bytes, allowed - len(taken))
-        for offset in taken:
+            return Reserved([], Shortfall.DRAINING)
+        got = self.pool.take(session.group, keyspace.slot_bytes, count)
+        for offset in got.offsets:
             session.reserved[offset] = keyspace
-        group.used_bytes += len(taken) * slot_bytes
-        return Reserved(taken, shortfall)
+        return got
 
     async def reserve_within(self, session: Session, keyspace: Keyspace, count: int, wait_s: float) -> Reserved:
         """As reserve, but waits up to `wait_s` for memory that is still on its way. Counts what is refused in the
@@ -335,7 +288,7 @@ class Hierarchy:
 
     def end_population(self) -> None:
         """The machine has no more memory: what is populated now is all there will be."""
-        self.population_failed = True
+        self.pool.population_failed = True
         self._wake_population()
 
     def _wake_population(self) -> None:
@@ -359,7 +312,6 @@ class Hierarchy:
         self.check_keys(keys)
         blocks, before = keyspace.blocks, keyspace.blocks.get(parent) if parent else None
         outcomes, chain = [], []
-        home: Home | None = None
         for offset, key in zip(offsets, keys, strict=True):
             if session.reserved.get(offset) is not keyspace:
                 outcomes.append(Outcome.NOT_RESERVED)
@@ -367,23 +319,17 @@ class Hierarchy:
             block = blocks.get(key)
             if block is not None:
                 del session.reserved[offset]
-                self._return_reserved(session.group, offset)
+                self.pool.give_back(session.group, offset)
                 outcomes.append(Outcome.EXISTS)
             else:
                 del session.reserved[offset]
-                home = home or self._home(session.group, keyspace.slot_bytes)
-                block = Block(key, keyspace, offset, before, home)
-                block.segment = self.arena.fill(offset, block)
-                blocks[key] = block
-                home.blocks += 1
-                self.used_bytes += keyspace.slot_bytes
-                self.block_count += 1
+                block = self.pool.place(key, keyspace, offset, before, session.group)
                 outcomes.append(Outcome.STORED)
                 if keyspace.waiters:
                     self._wake(keyspace, key)
             chain.append(block)
             before = block
-        self._touch(chain)
+        self.pool.touch(chain)
         for outcome, number in Counter(outcomes).items():
             self.counts.stores[outcome.name.lower()] += number
         self.counts.bytes["stored"] += outcomes.count(Outcome.STORED) * keyspace.block_bytes
@@ -394,7 +340,7 @@ class Hierarchy:
         returned = 0
         for offset in offsets:
             if session.reserved.pop(offset, None) is not None:
-                self._return_reserved(session.group, offset)
+                self.pool.give_back(session.group, offset)
                 returned += 1
         return returned
 
@@ -405,11 +351,6 @@ class Hierarchy:
         if lengths and (min(lengths) == 0 or max(lengths) > KEY_BYTES_MAX):
             raise InvalidRequest(f"a key has {min(lengths) or max(lengths)} bytes; keys have 1 to {KEY_BYTES_MAX}")
 
-    def _return_reserved(self, group: Group, offset: int) -> None:
-        segment = self.arena.segment_of(offset)
-        group.used_bytes -= segment.slot_bytes
-        self.arena.free(offset, segment, reserved=True)
-
     # -- removing --------------------------------------------------------------------------------------------------
 
     def delete(self, keyspace: Keyspace, keys: Iterable[bytes]) -> int:
@@ -417,7 +358,7 @@ class Hierarchy:
         pin.
         """
         found = [block for block in map(keyspace.blocks.get, keys) if block is not None]
-        return sum(self._remove(block, "deleted") for block in found)
+        return sum(self.pool.remove(block, "deleted") for block in found)
 
     def flush(self, digest: bytes | None, limit: int) -> int:
         """Removes up to `limit` blocks of a namespace (None: of all). Call again until it gives less than that.
@@ -433,175 +374,7 @@ class Hierarchy:
                 if len(doomed) == limit:
                     break
                 doomed.append(block)
-        return sum(self._remove(block, "flushed") for block in doomed)
-
-    def evict(self, free_bytes: int, limit: int) -> int:
-        """Evicts up to `limit` of the coldest blocks, until so many bytes of the pool are free. Returns how many
-        left.
-        """
-        evicted = 0
-        before, free = self.used_bytes, self.free_bytes
-        while evicted < limit and free + before - self.used_bytes < free_bytes:
-            if not self._evict_coldest([home for homes in self._homes.values() for home in homes]):
-                break
-            evicted += 1
-        return evicted
-
-    @property
-    def free_bytes(self) -> int:
-        """Populated bytes that hold neither a block nor a reservation."""
-        free_slots = sum(
-            len(segment.free) * size for size, class_ in self.arena.classes.items() for segment in class_.roomy.values()
-        )
-        return self.arena.free_granules * (2 << 20) + free_slots
-
-    def _remove(self, block: Block, cause: str) -> bool:
-        if block.state is BlockState.DOOMED:
-            return False
-        self._unlink(block, cause)
-        if not block.pins:
-            self._free_slot(block)
-        return True
-
-    def _unlink(self, block: Block, cause: str) -> None:
-        """Takes a block out of the directory: from here on it does not answer."""
-        del block.keyspace.blocks[block.key]
-        block.home.policy.forget(block)
-        block.state = BlockState.DOOMED
-        self.counts.removed[cause] += 1
-
-    def _free_slot(self, block: Block) -> None:
-        assert block.state is BlockState.DOOMED and not block.pins and block.segment is not None
-        self.arena.free(block.offset, block.segment, reserved=False)
-        block.segment = None
-        slot_bytes, home = block.keyspace.slot_bytes, block.home
-        self.used_bytes -= slot_bytes
-        self.block_count -= 1
-        home.group.used_bytes -= slot_bytes
-        home.blocks -= 1
-        if not home.blocks:
-            self._homes[slot_bytes].remove(home)
-            if not self._homes[slot_bytes]:
-                del self._homes[slot_bytes]
-
-    # -- making room -----------------------------------------------------------------------------------------------
-
-    def _home(self, group: Group, slot_bytes: int) -> Home:
-        homes = self._homes.setdefault(slot_bytes, [])
-        for home in homes:
-            if home.group is group:
-                return home
-        home = Home(group, slot_bytes, self._ticker)
-        homes.append(home)
-        return home
-
-    def _touch(self, chain: list[Block]) -> None:
-        """Notes a use of blocks in prefix order, and of all that come before the first of them."""
-        if not chain:
-            return
-        ancestors: list[Block] = []
-        block: Block | None = chain[0]
-        while block is not None:
-            parent = block.parent
-            while parent is not None and parent.state is BlockState.DOOMED:
-                parent = block.parent = parent.parent
-            if parent is not None:
-                ancestors.append(parent)
-            block = parent
-        if ancestors:
-            ancestors.reverse()
-            chain = ancestors + chain
-        first = chain[0].home
-        if all(block.home is first for block in chain):
-            first.policy.touch(chain)
-        else:
-            by_home: dict[Home, list[Block]] = {}
-            for block in chain:
-                by_home.setdefault(block.home, []).append(block)
-            for home, several in by_home.items():
-                home.policy.touch(several)
-
-    def _shrink_share(self, group: Group, needed_bytes: int) -> None:
-        """Evicts a group's own blocks, coldest first, until its share has room for so many bytes more."""
-        while group.used_bytes + needed_bytes > group.share_bytes:
-            own = [home for homes in self._homes.values() for home in homes if home.group is group]
-            if not self._evict_coldest(own):
-                return
-
-    def _evict_coldest(self, homes: Iterable[Home]) -> bool:
-        """Evicts the coldest unpinned block of these homes; False where all are pinned."""
-        while True:
-            ages = [(age, home) for home in homes if (age := home.policy.oldest_tick()) is not None]
-            if not ages:
-                return False
-            block = min(ages, key=lambda pair: pair[0])[1].policy.pop()
-            # A pinned one is left out of the order here; the end of its lease touches it and so puts it back.
-            if block is not None and not block.pins:
-                self._unlink(block, "evicted")
-                self._free_slot(block)
-                return True
-
-    def _make_room(self, slot_bytes: int, wanted: int) -> bool:
-        """Frees at least one slot of a size, or granules for it, if anything can leave; about `wanted` if so many are
-        cold.
-
-        The coldest leave first over all sizes: a segment of another size changes hands if, on the average, its blocks
-        are colder than the coldest block of this size. That is also what ends the starvation of a size: with few slots,
-        all its blocks are young.
-        """
-        own = self._homes.get(slot_bytes, [])
-        ages = [age for home in own if (age := home.policy.oldest_tick()) is not None]
-        if len(self.arena.classes) > (slot_bytes in self.arena.classes) and self._move_segment(
-            slot_bytes, min(ages) if ages else None
-        ):
-            return True
-        for freed in range(wanted):
-            if not self._evict_coldest(own):
-                return freed > 0
-            if not own:  # the last block of this size left and took its home along
-                return True
-        return True
-
-    def _move_segment(self, slot_bytes: int, own_age: int | None) -> bool:
-        """Empties the coldest run of segments of other sizes that is colder than `own_age` (None: than nothing)."""
-
-        def movable(segment: Segment) -> bool:
-            return (
-                segment.slot_bytes != slot_bytes
-                and not segment.reserved
-                and all(not block.pins for block in self._blocks_in(segment))
-            )
-
-        others = [home for size, homes in self._homes.items() if size != slot_bytes for home in homes]
-        others.sort(key=lambda home: home.policy.oldest_tick() or 0)
-        seeds: dict[Segment, None] = {}
-        for home in others:
-            for block in home.policy.peek(4 * _STEAL_CANDIDATES):
-                if block.segment is not None and len(seeds) < _STEAL_CANDIDATES:
-                    seeds[block.segment] = None
-        least = -(-slot_bytes // (2 << 20))
-        for granules in sorted({self.arena.granules_for(slot_bytes), least}, reverse=True):
-            coldest: tuple[float, list[Segment]] | None = None
-            for run in self.arena.windows(granules, seeds, movable):
-                ticks = [block.tick for segment in run for block in self._blocks_in(segment)]
-                age = sum(ticks) / len(ticks) if ticks else 0.0
-                if (own_age is None or age < own_age) and (coldest is None or age < coldest[0]):
-                    coldest = (age, run)
-            if coldest is not None:
-                for segment in coldest[1]:
-                    for block in list(self._blocks_in(segment)):
-                        self._unlink(block, "evicted")
-                        self._free_slot(block)
-                self.counts.segment_moves += len(coldest[1])
-                return True
-        return False
-
-    @staticmethod
-    def _blocks_in(segment: Segment) -> Iterator[Block]:
-        for block in segment.blocks:
-            if block is not None:
-                assert isinstance(block, Block)
-                yield block
+        return sum(self.pool.remove(block, "flushed") for block in doomed)
 
     # -- sessions --------------------------------------------------------------------------------------------------
 
@@ -621,7 +394,7 @@ class Hierarchy:
                 self._end_lease(lease)
             reserved, gone.reserved = list(gone.reserved), {}
             for offset in reserved:
-                self._return_reserved(gone.group, offset)
+                self.pool.give_back(gone.group, offset)
 
     # -- looking ---------------------------------------------------------------------------------------------------
 

@@ -17,8 +17,9 @@ import numpy as np
 from kvstore.blocks import DIGEST_BYTES
 from kvstore.directory import Keyspace
 from kvstore.errors import AccessDenied, InvalidRequest, KVStoreError, LimitExceeded
-from kvstore.hierarchy import Hierarchy, Shortfall
+from kvstore.hierarchy import Hierarchy
 from kvstore.leases import Lease, Session
+from kvstore.pool import Shortfall
 from kvstore.wire.convert import ERROR_KEY, TOKEN_KEY, status_of, unpack_offsets
 from kvstore.wire.v1 import admin_pb2, admin_pb2_grpc, engine_pb2, engine_pb2_grpc
 
@@ -351,10 +352,10 @@ class AdminService(_Servicer, admin_pb2_grpc.AdminServicer):
     @_method
     async def Evict(self, request: admin_pb2.EvictRequest, context: Any) -> Any:
         evicted = 0
-        while step := self._hierarchy.evict(request.free_bytes, _STEP_BLOCKS):
+        while step := self._hierarchy.pool.evict(request.free_bytes, _STEP_BLOCKS):
             evicted += step
             await asyncio.sleep(0)
-        return admin_pb2.EvictReply(evicted_blocks=evicted, free_bytes=self._hierarchy.free_bytes)
+        return admin_pb2.EvictReply(evicted_blocks=evicted, free_bytes=self._hierarchy.pool.free_bytes)
 
 
 def _digest(sent: bytes) -> bytes | None:

@@ -57,7 +57,7 @@ def hierarchy_stats(hierarchy: Hierarchy) -> Stats:
         "misses": {"absent": 0, **counts.misses},
         "stores": {"stored": 0, "exists": 0, **counts.stores},
         "refused": dict(counts.refused),
-        "removed": dict(counts.removed),
+        "removed": dict(hierarchy.pool.removed),
         "bytes": {"stored": 0, "read": 0, **counts.bytes},
     }
 
@@ -81,12 +81,12 @@ def _cpu_tier(hierarchy: Hierarchy) -> Stats:
         "state": _cpu_state(hierarchy),
         "capacity_bytes": arena.budget_bytes,
         "pool_bytes": arena.size_bytes,
-        "used_bytes": hierarchy.used_bytes,
-        "blocks": hierarchy.block_count,
+        "used_bytes": hierarchy.pool.used_bytes,
+        "blocks": hierarchy.pool.block_count,
         "populated_bytes": arena.populated_bytes,
         "overhead_bytes": arena.overhead_bytes,
         "committed_bytes": arena.committed_bytes,
-        "free_bytes": hierarchy.free_bytes,
+        "free_bytes": hierarchy.pool.free_bytes,
         "waste_bytes": _waste_bytes(hierarchy),
         "backing": {
             "kind": arena.memory.backing.kind,
@@ -96,13 +96,13 @@ def _cpu_tier(hierarchy: Hierarchy) -> Stats:
         },
         "segments": sum(int(class_["segments"]) for class_ in classes),
         "classes": classes,
-        "evictions": hierarchy.counts.removed["evicted"],
-        "segment_moves": hierarchy.counts.segment_moves,
+        "evictions": hierarchy.pool.removed["evicted"],
+        "segment_moves": hierarchy.pool.segment_moves,
     }
 
 
 def _cpu_state(hierarchy: Hierarchy) -> str:
-    if hierarchy.population_failed:
+    if hierarchy.pool.population_failed:
         return "degraded"
     return "ok" if hierarchy.arena.populated else "populating"
 

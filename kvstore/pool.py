@@ -1,0 +1,277 @@
+"""The cpu tier: which slots are taken, which blocks rest in them, who has to leave.
+
+Owned by the hierarchy and on its thread. It knows blocks, homes and segments, but neither sessions nor leases: a block
+that somebody holds has pins, and a block with pins stays.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Final
+
+from kvstore.arena import GRANULE_BYTES, Arena, Segment
+from kvstore.directory import Block, BlockState, Home, Keyspace
+from kvstore.leases import Group
+from kvstore.policy import Ticker
+
+#: Segments that are looked at when one has to change its size.
+_STEAL_CANDIDATES: Final = 8
+
+
+class Shortfall(enum.Enum):
+    """Why a reservation is smaller than asked."""
+
+    PINNED = "pinned"
+    SHARE = "share"
+    POPULATING = "populating"
+    TOO_LARGE = "too_large"
+    DRAINING = "draining"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Reserved:
+    """Empty slots. `shortfall` says why there are fewer than asked."""
+
+    offsets: list[int]
+    shortfall: Shortfall | None
+
+
+class Pool:
+    """See the module.
+
+    Attributes:
+        arena: The memory.
+        used_bytes: Bytes of slots under blocks. Kept, not computed: stats and eviction ask often.
+        block_count: Blocks that rest here, doomed ones included.
+        removed: Blocks that left, by cause.
+        segment_moves: Segments that changed their slot size under pressure.
+        population_failed: Whether population ended early for want of memory: what is there is all there will be.
+    """
+
+    def __init__(self, arena: Arena) -> None:
+        self.arena = arena
+        self.used_bytes = 0
+        self.block_count = 0
+        self.removed: Counter[str] = Counter()
+        self.segment_moves = 0
+        self.population_failed = False
+        self._ticker = Ticker()
+        self._homes: dict[int, list[Home]] = {}
+
+    # -- slots -----------------------------------------------------------------------------------------------------
+
+    def take(self, group: Group, slot_bytes: int, count: int) -> Reserved:
+        """Takes up to `count` empty slots, counted in the group's share; colder blocks leave for them."""
+        shortfall: Shortfall | None = None
+        allowed = count
+        if not self.arena.fits(slot_bytes) or (group.share_bytes and slot_bytes > group.share_bytes):
+            return Reserved([], Shortfall.TOO_LARGE)
+        if group.share_bytes:
+            self._shrink_share(group, min(count * slot_bytes, group.share_bytes))
+            allowed = min(count, max(0, group.share_bytes - group.used_bytes) // slot_bytes)
+            shortfall = Shortfall.SHARE if allowed < count else None
+        taken = self.arena.allocate(slot_bytes, allowed) if allowed else []
+        while len(taken) < allowed:
+            if not self.arena.populated and not self.population_failed:
+                # Memory is on its way; nothing has to leave for want of it.
+                shortfall = Shortfall.POPULATING
+                break
+            if not self._make_room(slot_bytes, allowed - len(taken)):
+                shortfall = Shortfall.PINNED
+                break
+            taken += self.arena.allocate(slot_bytes, allowed - len(taken))
+        group.used_bytes += len(taken) * slot_bytes
+        return Reserved(taken, shortfall)
+
+    def give_back(self, group: Group, offset: int) -> None:
+        """Takes an empty slot back."""
+        segment = self.arena.segment_of(offset)
+        group.used_bytes -= segment.slot_bytes
+        self.arena.free(offset, segment, reserved=True)
+
+    def place(self, key: bytes, keyspace: Keyspace, offset: int, parent: Block | None, group: Group) -> Block:
+        """Turns a taken slot into a block that answers."""
+        home = self._home(group, keyspace.slot_bytes)
+        block = Block(key, keyspace, offset, parent, home)
+        block.segment = self.arena.fill(offset, block)
+        keyspace.blocks[key] = block
+        home.blocks += 1
+        self.used_bytes += keyspace.slot_bytes
+        self.block_count += 1
+        return block
+
+    def remove(self, block: Block, cause: str) -> bool:
+        """Takes a block out of the directory: from here on it does not answer. Its slot goes back with its last pin."""
+        if block.state is BlockState.DOOMED:
+            return False
+        self._unlink(block, cause)
+        if not block.pins:
+            self._free_slot(block)
+        return True
+
+    def unpin(self, block: Block) -> None:
+        """Takes one pin off."""
+        block.pins -= 1
+        if not block.pins and block.state is BlockState.DOOMED:
+            self._free_slot(block)
+
+    @property
+    def free_bytes(self) -> int:
+        """Populated bytes that hold neither a block nor a reservation."""
+        free_slots = sum(
+            len(segment.free) * size for size, class_ in self.arena.classes.items() for segment in class_.roomy.values()
+        )
+        return self.arena.free_granules * GRANULE_BYTES + free_slots
+
+    def evict(self, free_bytes: int, limit: int) -> int:
+        """Evicts up to `limit` of the coldest blocks, until so many bytes are free. Returns how many left."""
+        evicted = 0
+        before, free = self.used_bytes, self.free_bytes
+        while evicted < limit and free + before - self.used_bytes < free_bytes:
+            if not self._evict_coldest([home for homes in self._homes.values() for home in homes]):
+                break
+            evicted += 1
+        return evicted
+
+    # -- who leaves ------------------------------------------------------------------------------------------------
+
+    def _home(self, group: Group, slot_bytes: int) -> Home:
+        homes = self._homes.setdefault(slot_bytes, [])
+        for home in homes:
+            if home.group is group:
+                return home
+        home = Home(group, slot_bytes, self._ticker)
+        homes.append(home)
+        return home
+
+    def touch(self, chain: list[Block]) -> None:
+        """Notes a use of blocks in prefix order, and of all that come before the first of them."""
+        if not chain:
+            return
+        ancestors: list[Block] = []
+        block: Block | None = chain[0]
+        while block is not None:
+            parent = block.parent
+            while parent is not None and parent.state is BlockState.DOOMED:
+                parent = block.parent = parent.parent
+            if parent is not None:
+                ancestors.append(parent)
+            block = parent
+        if ancestors:
+            ancestors.reverse()
+            chain = ancestors + chain
+        first = chain[0].home
+        if all(block.home is first for block in chain):
+            first.policy.touch(chain)
+        else:
+            by_home: dict[Home, list[Block]] = {}
+            for block in chain:
+                by_home.setdefault(block.home, []).append(block)
+            for home, several in by_home.items():
+                home.policy.touch(several)
+
+    def _shrink_share(self, group: Group, needed_bytes: int) -> None:
+        """Evicts a group's own blocks, coldest first, until its share has room for so many bytes more."""
+        while group.used_bytes + needed_bytes > group.share_bytes:
+            own = [home for homes in self._homes.values() for home in homes if home.group is group]
+            if not self._evict_coldest(own):
+                return
+
+    def _evict_coldest(self, homes: Iterable[Home]) -> bool:
+        """Evicts the coldest unpinned block of these homes; False where all are pinned."""
+        while True:
+            ages = [(age, home) for home in homes if (age := home.policy.oldest_tick()) is not None]
+            if not ages:
+                return False
+            block = min(ages, key=lambda pair: pair[0])[1].policy.pop()
+            # A pinned one is left out of the order here; the end of its lease touches it and so puts it back.
+            if block is not None and not block.pins:
+                self._unlink(block, "evicted")
+                self._free_slot(block)
+                return True
+
+    def _make_room(self, slot_bytes: int, wanted: int) -> bool:
+        """Frees at least one slot of a size, or granules for it, if anything can leave; about `wanted` if so many are
+        cold.
+
+        The coldest leave first over all sizes: a segment of another size changes hands if, on the average, its blocks
+        are colder than the coldest block of this size. That is also what ends the starvation of a size: with few slots,
+        all its blocks are young.
+        """
+        own = self._homes.get(slot_bytes, [])
+        ages = [age for home in own if (age := home.policy.oldest_tick()) is not None]
+        if len(self.arena.classes) > (slot_bytes in self.arena.classes) and self._move_segment(
+            slot_bytes, min(ages) if ages else None
+        ):
+            return True
+        for freed in range(wanted):
+            if not self._evict_coldest(own):
+                return freed > 0
+            if not own:  # the last block of this size left and took its home along
+                return True
+        return True
+
+    def _move_segment(self, slot_bytes: int, own_age: int | None) -> bool:
+        """Empties the coldest run of segments of other sizes that is colder than `own_age` (None: than nothing)."""
+
+        def movable(segment: Segment) -> bool:
+            return (
+                segment.slot_bytes != slot_bytes
+                and not segment.reserved
+                and all(not block.pins for block in self._blocks_in(segment))
+            )
+
+        others = [home for size, homes in self._homes.items() if size != slot_bytes for home in homes]
+        others.sort(key=lambda home: home.policy.oldest_tick() or 0)
+        seeds: dict[Segment, None] = {}
+        for home in others:
+            for block in home.policy.peek(4 * _STEAL_CANDIDATES):
+                if block.segment is not None and len(seeds) < _STEAL_CANDIDATES:
+                    seeds[block.segment] = None
+        least = -(-slot_bytes // GRANULE_BYTES)
+        for granules in sorted({self.arena.granules_for(slot_bytes), least}, reverse=True):
+            coldest: tuple[float, list[Segment]] | None = None
+            for run in self.arena.windows(granules, seeds, movable):
+                ticks = [block.tick for segment in run for block in self._blocks_in(segment)]
+                age = sum(ticks) / len(ticks) if ticks else 0.0
+                if (own_age is None or age < own_age) and (coldest is None or age < coldest[0]):
+                    coldest = (age, run)
+            if coldest is not None:
+                for segment in coldest[1]:
+                    for block in list(self._blocks_in(segment)):
+                        self._unlink(block, "evicted")
+                        self._free_slot(block)
+                self.segment_moves += len(coldest[1])
+                return True
+        return False
+
+    @staticmethod
+    def _blocks_in(segment: Segment) -> Iterator[Block]:
+        for block in segment.blocks:
+            if block is not None:
+                assert isinstance(block, Block)
+                yield block
+
+    def _unlink(self, block: Block, cause: str) -> None:
+        """Takes a block out of the directory: from here on it does not answer."""
+        del block.keyspace.blocks[block.key]
+        block.home.policy.forget(block)
+        block.state = BlockState.DOOMED
+        self.removed[cause] += 1
+
+    def _free_slot(self, block: Block) -> None:
+        assert block.state is BlockState.DOOMED and not block.pins and block.segment is not None
+        self.arena.free(block.offset, block.segment, reserved=False)
+        block.segment = None
+        slot_bytes, home = block.keyspace.slot_bytes, block.home
+        self.used_bytes -= slot_bytes
+        self.block_count -= 1
+        home.group.used_bytes -= slot_bytes
+        home.blocks -= 1
+        if not home.blocks:
+            self._homes[slot_bytes].remove(home)
+            if not self._homes[slot_bytes]:
+                del self._homes[slot_bytes]
