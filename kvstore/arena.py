@@ -12,13 +12,15 @@ Budget
     that exists. Where blocks are so small that bookkeeping outgrows what was set aside for it, free granules are
     retired.
 Epochs
-    A table of its own, which only the daemon can write. A slot's epoch changes when the slot is handed to a writer; a
-    reader that finds another value after its copy than the one it was given throws the copy away.
+    A table of its own, which only the daemon can write. A slot's epoch changes when the slot is handed to a writer, and
+    all epochs of a segment's range when it is opened; a reader that finds another value after its copy than the one it
+    was given throws the copy away.
 """
 
 from __future__ import annotations
 
 import mmap
+import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Final
@@ -139,7 +141,8 @@ class Arena:
         self.populated_bytes = 0
         #: What of it is on huge pages, as the kernel told once it was populated.
         self.huge_bytes = 0
-        self._retired = 0
+        #: Granules whose memory went back to the machine, see _make_room_for_bookkeeping.
+        self.retired_granules = 0
 
     @staticmethod
     def _overhead_of(size_bytes: int) -> int:
@@ -154,7 +157,7 @@ class Arena:
     @property
     def committed_bytes(self) -> int:
         """The most that the pool takes now. Never above budget_bytes."""
-        return self.size_bytes - self._retired * GRANULE_BYTES + self.overhead_bytes
+        return self.size_bytes - self.retired_granules * GRANULE_BYTES + self.overhead_bytes
 
     @property
     def free_granules(self) -> int:
@@ -309,6 +312,7 @@ class Arena:
         self._segment_at[start : start + granules] = [segment] * granules
         self._state[start : start + granules] = bytes([_USED]) * granules
         self._slots += segment.slots
+        self._outdate(segment.base, granules * GRANULE_BYTES)
         size_class.segments[segment.base] = segment
         size_class.roomy[segment.base] = segment
         return segment
@@ -321,10 +325,18 @@ class Arena:
             index = self._state.rfind(bytes([_FREE]))
             if index < 0 or first <= index < last:
                 return False
+            self._outdate(index * GRANULE_BYTES, GRANULE_BYTES)
             self.memory.discard(index * GRANULE_BYTES, GRANULE_BYTES)
             self._state[index] = _RETIRED
-            self._retired += 1
+            self.retired_granules += 1
         return True
+
+    def _outdate(self, offset: int, length: int) -> None:
+        """Changes every epoch of a range. Slots of another size may have begun anywhere in it, and whoever still reads one
+        has to notice, whichever slots are handed out from now on.
+        """
+        first = offset >> _EPOCH_SHIFT
+        self._epochs[first : first + (length >> _EPOCH_SHIFT)] += np.uint32(1)
 
     def _dissolve(self, size_class: SizeClass, segment: Segment) -> None:
         del size_class.segments[segment.base]
@@ -339,6 +351,7 @@ class Arena:
     def close(self) -> None:
         """Gives everything back. Other processes that mapped the pool keep what they mapped."""
         del self._epochs
+        os.close(self.epochs_fd)
         self._table.close()
         self.memory.close()
 

@@ -346,6 +346,7 @@ class Client:
                     count=count,
                     wait_ms=int(wait_s * 1000),
                     keys=keys,
+                    request_id=self._connection.next_request_id(),
                 ),
             ),
             wait_s=wait_s,
@@ -417,6 +418,7 @@ class Client:
                     session=at.session,
                     namespace=_digest(at),
                     queries=[engine_pb2.Query(group=group, keys=keys) for group, keys in queries],
+                    request_id=self._connection.next_request_id(),
                 ),
             )
         )
@@ -458,6 +460,7 @@ class Client:
                     query=engine_pb2.Query(keys=keys),
                     drop=drop,
                     wait_ms=int(timeout_s * 1000),
+                    request_id=self._connection.next_request_id(),
                 ),
             ),
             wait_s=timeout_s,
@@ -470,8 +473,8 @@ class Client:
                 attached,
             )
             raise NoMapping(
-                f"{self.endpoint} is reached over the network and the pool's mapping cannot be: connect on the daemon's "
-                "host (unix:PATH)"
+                f"{self.endpoint} is reached over the network, and the mapping of its pool is not: connect on the "
+                "daemon's host (unix:PATH)"
             )
         assert attached.namespace is not None
         return Found(attached.arena, lease.id, lease.offsets, lease.epochs, attached.namespace.block_bytes), attached

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import itertools
 import os
 import threading
 import time
@@ -18,6 +20,7 @@ from kvstore.endpoint import Endpoint
 from kvstore.errors import (
     ClientClosed,
     DaemonUnavailable,
+    DeadlineExceeded,
     ForkedClient,
     KVStoreError,
     StaleGeneration,
@@ -33,6 +36,7 @@ Reply = TypeVar("Reply")
 
 #: Pauses between attempts to attach. The last one keeps the promise to be back within 2 s of the daemon's return.
 _PAUSES_S: Final = (0.02, 0.05, 0.1, 0.2, 0.5)
+_FORGET_PAUSE_S: Final = 0.2
 #: Step in which page-table entries are made; between two steps the thread looks whether it should stop.
 _PREFAULT_BYTES: Final = 64 << 20
 
@@ -79,6 +83,7 @@ class Connection:
         self.timeout_s = timeout_s
         self.patient = patient
         self._pid = os.getpid()
+        self._request_ids = itertools.count(1)
         self._request = request
         self._namespace = namespace
         self._prefault_wanted = prefault
@@ -143,6 +148,9 @@ class Connection:
     def call(self, method: Any, request: Any, attached: Attached, timeout_s: float | None = None) -> Any:
         """One call within a session. Not repeated: what it names belongs to that session.
 
+        A request with a request_id whose answer does not come is forgotten on the daemon's side, as soon as it can be
+        told: what it took goes back.
+
         Raises:
             StaleGeneration: the session has ended on the daemon's side; a new one is being attached.
             KVStoreError: what the daemon answered.
@@ -154,6 +162,25 @@ class Connection:
         except UnknownSession as error:
             self._lose(attached)
             raise StaleGeneration("the daemon was restarted, or ended this session: attaching again") from error
+        except (DeadlineExceeded, DaemonUnavailable):
+            if request_id := getattr(request, "request_id", 0):
+                threading.Thread(
+                    target=self._forget, args=(request_id, attached), name="kvstore-forget", daemon=True
+                ).start()
+            raise
+
+    def next_request_id(self) -> int:
+        """A number for a call that takes something, see proto/kvstore/v1/engine.proto."""
+        return next(self._request_ids)
+
+    def _forget(self, request_id: int, attached: Attached) -> None:
+        """The thread that tells the daemon, for as long as the session lives."""
+        message = engine_pb2.ReleaseRequest(session=attached.session, forget=[request_id])
+        while self._attached is attached:
+            with contextlib.suppress(grpc.RpcError):
+                self.stub.Release(message, timeout=self.timeout_s)
+                return
+            self._stop.wait(_FORGET_PAUSE_S)
 
     def ask(
         self, build: Callable[[Attached], tuple[Any, Any]], timeout_s: float | None = None, wait_s: float = 0.0

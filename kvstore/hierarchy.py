@@ -29,7 +29,7 @@ from kvstore.blocks import DIGEST_BYTES, KEY_BYTES_MAX, check_block_bytes, diges
 from kvstore.clock import Clock
 from kvstore.directory import Block, BlockState, Keyspace, NamespaceEntry
 from kvstore.errors import InvalidRequest, LimitExceeded, UnknownNamespace
-from kvstore.leases import Lease, LeaseTable, Session
+from kvstore.leases import Lease, LeaseTable, Reservation, Session
 from kvstore.pool import Pool, Reserved, Shortfall
 
 #: Namespaces in one life of the daemon. Each costs about a kilobyte; a client that makes one per request is mistaken.
@@ -126,7 +126,7 @@ class Hierarchy:
                 return index
         return len(keys)
 
-    def acquire(self, session: Session, keyspace: Keyspace, keys: Sequence[bytes]) -> Lease | None:
+    def acquire(self, session: Session, keyspace: Keyspace, keys: Sequence[bytes], request_id: int = 0) -> Lease | None:
         """Pins the leading run that is available; None where that is empty. Hit and pin are one step."""
         run: list[Block | None] = list(map(keyspace.blocks.get, keys))
         if None in run:
@@ -134,10 +134,17 @@ class Hierarchy:
             self.counts.misses["absent"] += len(keys) - len(run)
         if not run:
             return None
-        return self._grant(session, keyspace, run, drop=False)  # type: ignore[arg-type]
+        return self._grant(session, keyspace, run, False, request_id)  # type: ignore[arg-type]
 
     async def select(
-        self, session: Session, keyspace: Keyspace, keys: Sequence[bytes], *, drop: bool, wait_s: float
+        self,
+        session: Session,
+        keyspace: Keyspace,
+        keys: Sequence[bytes],
+        *,
+        drop: bool,
+        wait_s: float,
+        request_id: int = 0,
     ) -> Lease | None:
         """As acquire, but waits until all keys are there or the time is up.
 
@@ -161,12 +168,12 @@ class Hierarchy:
             await self._wait_for(keyspace, missing, left)
             # The world has changed: keys came and went, other callers claimed, this session may have ended. Nothing
             # that was seen above is used again.
-            if session.ended:
+            if session.ended or request_id in session.forgotten:
                 return None
         if missing is not None:
             claimed = missing in keyspace.blocks
             self.counts.misses["claimed" if claimed else "absent"] += len(keys) - len(run)
-        return self._grant(session, keyspace, run, drop=drop) if run else None
+        return self._grant(session, keyspace, run, drop, request_id) if run else None
 
     async def _wait_for(self, keyspace: Keyspace, key: bytes, timeout_s: float) -> None:
         woken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -191,10 +198,10 @@ class Hierarchy:
             if not woken.done():
                 woken.set_result(None)
 
-    def _grant(self, session: Session, keyspace: Keyspace, run: list[Block], *, drop: bool) -> Lease:
+    def _grant(self, session: Session, keyspace: Keyspace, run: list[Block], drop: bool, request_id: int) -> Lease:
         for block in run:
             block.pins += 1
-        lease = self.sessions.grant(session, run, drop)
+        lease = self.sessions.grant(session, run, drop, request_id)
         if drop:
             for block in run:
                 block.claim = lease.id
@@ -235,6 +242,12 @@ class Hierarchy:
                 self._end_lease(lease)
         return len(leases), removed
 
+    def forget(self, session: Session, request_id: int) -> None:
+        """The client never saw the answer to a request: what it took goes back, also if the request comes only now."""
+        session.forgotten.append(request_id)
+        self.release(session, [lease.id for lease in session.leases.values() if lease.request_id == request_id])
+        self.abort(session, [offset for offset, held in session.reserved.items() if held.request_id == request_id])
+
     def _end_lease(self, lease: Lease) -> None:
         if lease.drop:
             self._unclaim(lease)
@@ -252,30 +265,32 @@ class Hierarchy:
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
-    def reserve(self, session: Session, keyspace: Keyspace, count: int) -> Reserved:
+    def reserve(self, session: Session, keyspace: Keyspace, count: int, request_id: int = 0) -> Reserved:
         """Takes up to `count` empty slots; colder blocks leave for them."""
         if self.draining:
             return Reserved([], Shortfall.DRAINING)
         got = self.pool.take(session.group, keyspace.slot_bytes, count)
         for offset in got.offsets:
-            session.reserved[offset] = keyspace
+            session.reserved[offset] = Reservation(keyspace, request_id)
         return got
 
-    async def reserve_within(self, session: Session, keyspace: Keyspace, count: int, wait_s: float) -> Reserved:
+    async def reserve_within(
+        self, session: Session, keyspace: Keyspace, count: int, wait_s: float, request_id: int = 0
+    ) -> Reserved:
         """As reserve, but waits up to `wait_s` for memory that is still on its way. Counts what is refused in the
         end.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + wait_s
-        got = self.reserve(session, keyspace, count)
+        got = self.reserve(session, keyspace, count, request_id)
         while got.shortfall is Shortfall.POPULATING and (left := deadline - loop.time()) > 0:
             self._progress = self._progress or loop.create_future()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(asyncio.shield(self._progress), left)
             # The session may have ended in between; what it held went back then.
-            if session.ended:
+            if session.ended or request_id in session.forgotten:
                 return Reserved([], Shortfall.DRAINING)
-            more = self.reserve(session, keyspace, count - len(got.offsets))
+            more = self.reserve(session, keyspace, count - len(got.offsets), request_id)
             got = Reserved(got.offsets + more.offsets, more.shortfall)
         if got.shortfall is not None:
             self.counts.refused[got.shortfall.value] += count - len(got.offsets)
@@ -313,7 +328,8 @@ class Hierarchy:
         blocks, before = keyspace.blocks, keyspace.blocks.get(parent) if parent else None
         outcomes, chain = [], []
         for offset, key in zip(offsets, keys, strict=True):
-            if session.reserved.get(offset) is not keyspace:
+            reservation = session.reserved.get(offset)
+            if reservation is None or reservation.keyspace is not keyspace:
                 outcomes.append(Outcome.NOT_RESERVED)
                 continue
             block = blocks.get(key)

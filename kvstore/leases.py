@@ -5,12 +5,17 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import secrets
+from collections import deque
 from collections.abc import Iterator
+from typing import Final
 
 from kvstore.blocks import SESSION_ID_BYTES
 from kvstore.clock import Clock
 from kvstore.directory import Block, Keyspace
 from kvstore.errors import InvalidRequest, UnknownSession
+
+#: Forgotten requests that a session remembers, in case one arrives after it was forgotten. They arrive within seconds.
+_FORGOTTEN_MAX: Final = 256
 
 
 class Group:
@@ -44,13 +49,22 @@ class Lease:
         drop: Whether this is a claim: the one caller that may take the blocks away.
     """
 
-    __slots__ = ("blocks", "drop", "id", "session")
+    __slots__ = ("blocks", "drop", "id", "request_id", "session")
 
-    def __init__(self, id_: int, session: Session, blocks: list[Block], drop: bool) -> None:
+    def __init__(self, id_: int, session: Session, blocks: list[Block], drop: bool, request_id: int) -> None:
         self.id = id_
+        self.request_id = request_id
         self.session = session
         self.blocks = blocks
         self.drop = drop
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Reservation:
+    """An empty slot that a session holds: what for, and by which request (0: it has no number)."""
+
+    keyspace: Keyspace
+    request_id: int
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -60,7 +74,8 @@ class Session:
     Attributes:
         id: Random; names the session in every call and is all that a handoff asks for.
         leases: By id.
-        reserved: Keyspaces of the empty slots it holds, by offset.
+        reserved: The empty slots it holds, by offset.
+        forgotten: Requests whose answers the client never saw and does not want any more; the last few.
         mapped: Whether it was given the mapping.
     """
 
@@ -70,7 +85,8 @@ class Session:
     group: Group
     attached_at: float
     leases: dict[int, Lease] = dataclasses.field(default_factory=dict)
-    reserved: dict[int, Keyspace] = dataclasses.field(default_factory=dict)
+    reserved: dict[int, Reservation] = dataclasses.field(default_factory=dict)
+    forgotten: deque[int] = dataclasses.field(default_factory=lambda: deque(maxlen=_FORGOTTEN_MAX))
     mapped: bool = False
     ended: bool = False
 
@@ -118,9 +134,9 @@ class LeaseTable:
             raise UnknownSession("this session is not attached here (any more): attach again")
         return session
 
-    def grant(self, session: Session, blocks: list[Block], drop: bool) -> Lease:
+    def grant(self, session: Session, blocks: list[Block], drop: bool, request_id: int) -> Lease:
         """Opens a lease; the caller has pinned the blocks."""
-        lease = Lease(next(self._lease_ids), session, blocks, drop)
+        lease = Lease(next(self._lease_ids), session, blocks, drop, request_id)
         session.leases[lease.id] = lease
         return lease
 

@@ -131,10 +131,14 @@ class Pool:
         evicted = 0
         before, free = self.used_bytes, self.free_bytes
         while evicted < limit and free + before - self.used_bytes < free_bytes:
-            if not self._evict_coldest([home for homes in self._homes.values() for home in homes]):
+            if not self._evict_coldest(self.homes()):
                 break
             evicted += 1
         return evicted
+
+    def homes(self) -> list[Home]:
+        """All that have blocks here."""
+        return [home for homes in self._homes.values() for home in homes]
 
     # -- who leaves ------------------------------------------------------------------------------------------------
 
@@ -176,8 +180,7 @@ class Pool:
     def _shrink_share(self, group: Group, needed_bytes: int) -> None:
         """Evicts a group's own blocks, coldest first, until its share has room for so many bytes more."""
         while group.used_bytes + needed_bytes > group.share_bytes:
-            own = [home for homes in self._homes.values() for home in homes if home.group is group]
-            if not self._evict_coldest(own):
+            if not self._evict_coldest([home for home in self.homes() if home.group is group]):
                 return
 
     def _evict_coldest(self, homes: Iterable[Home]) -> bool:

@@ -206,12 +206,13 @@ class EngineService(_Servicer, engine_pb2_grpc.EngineServicer):
         hierarchy = self._hierarchy
         session = hierarchy.sessions.session(request.session)
         self._check_count(sum(len(query.keys) for query in request.queries))
+        self._check_wanted(session, request.request_id)
         # Every group is looked up before the first pin is taken, so that a bad query leaves nothing held.
         keyspaces = [hierarchy.keyspace(request.namespace, query.group) for query in request.queries]
         return engine_pb2.AcquireReply(
             generation=self._generation,
             grants=[
-                self._granted(hierarchy.acquire(session, keyspace, query.keys))
+                self._granted(hierarchy.acquire(session, keyspace, query.keys, request.request_id))
                 for keyspace, query in zip(keyspaces, request.queries, strict=True)
             ],
         )
@@ -221,18 +222,22 @@ class EngineService(_Servicer, engine_pb2_grpc.EngineServicer):
         session, keyspace = self._session_and_keyspace(request.session, request.namespace, request.query.group)
         keys = list(request.query.keys)
         self._check_count(len(keys))
+        self._check_wanted(session, request.request_id)
         lease = await self._hierarchy.select(
-            session, keyspace, keys, drop=request.drop, wait_s=self._wait_s(request.wait_ms)
+            session,
+            keyspace,
+            keys,
+            drop=request.drop,
+            wait_s=self._wait_s(request.wait_ms),
+            request_id=request.request_id,
         )
-        # A caller that left while this waited never learns of the lease: it would hold its pins as long as it lives.
-        if lease is not None and context.done():
-            self._hierarchy.release(session, [lease.id])
-            lease = None
         return engine_pb2.SelectReply(generation=self._generation, grant=self._granted(lease))
 
     @_method
     async def Release(self, request: engine_pb2.ReleaseRequest, context: Any) -> Any:
         session = self._hierarchy.sessions.session(request.session)
+        for request_id in request.forget:
+            self._hierarchy.forget(session, request_id)
         released, removed = self._hierarchy.release(session, request.leases, remove=request.remove, hold=request.hold)
         return engine_pb2.ReleaseReply(released=released, removed=removed)
 
@@ -244,7 +249,10 @@ class EngineService(_Servicer, engine_pb2_grpc.EngineServicer):
         self._check_count(max(request.count, len(request.keys)))
         exists = bytes(map(keyspace.blocks.__contains__, request.keys))
         count = len(exists) - sum(exists) if exists else request.count
-        got = await self._hierarchy.reserve_within(session, keyspace, count, self._wait_s(request.wait_ms))
+        self._check_wanted(session, request.request_id)
+        got = await self._hierarchy.reserve_within(
+            session, keyspace, count, self._wait_s(request.wait_ms), request.request_id
+        )
         offsets = np.array(got.offsets, dtype="<u8")
         return engine_pb2.ReserveReply(
             generation=self._generation,
@@ -282,6 +290,11 @@ class EngineService(_Servicer, engine_pb2_grpc.EngineServicer):
     def _check_count(self, count: int) -> None:
         if count > self._keys_max:
             raise LimitExceeded(f"{count} keys in one call; at most {self._keys_max} (keys_max): split the batch")
+
+    @staticmethod
+    def _check_wanted(session: Session, request_id: int) -> None:
+        if request_id in session.forgotten:
+            raise InvalidRequest("the client has given this request up")
 
     def _wait_s(self, wait_ms: int) -> float:
         if wait_ms > self._wait_s_max * 1000:

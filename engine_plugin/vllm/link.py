@@ -80,12 +80,14 @@ class Reply:
     Attributes:
         lease: What is pinned; None where nothing is.
         available: Length of the leading run that is there.
+        generation: Of the pool that the answer is about.
         problem: Why there is no answer; empty if there is one.
     """
 
     query: Query
-    lease: Any = None
+    lease: Grant | None = None
     available: int = 0
+    generation: bytes = b""
     problem: str = ""
 
 
@@ -115,27 +117,30 @@ class Commit:
 
 @dataclasses.dataclass(slots=True)
 class _Work:
-    flush: bool = False
     queries: list[Query] = dataclasses.field(default_factory=list)
     commits: list[Commit] = dataclasses.field(default_factory=list)
     aborts: list[tuple[bytes, np.ndarray]] = dataclasses.field(default_factory=list)
-    releases: list[Any] = dataclasses.field(default_factory=list)
+    releases: list[Grant] = dataclasses.field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.flush or self.queries or self.commits or self.aborts or self.releases)
+        return bool(self.queries or self.commits or self.aborts or self.releases)
 
 
 class DaemonLink:
     """See the module.
 
-    Threads: all methods are for the scheduler thread, but `_run` and what it calls, which is the link's own thread.
+    Threads: all methods are for the scheduler thread, but `turn` and what it calls, which is the link's own thread.
     `_lock` guards the fields that both touch.
 
-    Attributes:
-        counts: Events by (metric, label), for the manager's metrics. Taken with `take_counts`.
+    Args:
+        client: This process's session with the daemon; owned and closed by the link.
+        stock_max: Most empty slots held in reserve.
+        threaded: False: there is no thread, and `turn` is called by a test.
     """
 
-    def __init__(self, client: Any, *, stock_max: int, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, client: Any, *, stock_max: int, now: Callable[[], float] = time.monotonic, threaded: bool = True
+    ) -> None:
         self._client = client
         self._stock_max = stock_max
         self._now = now
@@ -144,6 +149,7 @@ class DaemonLink:
         self._answered = threading.Event()
         self._work = _Work()
         self._retry: list[tuple[bytes, np.ndarray]] = []  # owned by the thread: aborts that got no answer
+        self._retry_releases: list[Grant] = []  # likewise
         self._replies: deque[Reply] = deque()
         self._stock: deque[tuple[int, int]] = deque()  # (offset, epoch), all of _stock_generation
         self._stock_generation: bytes = b""
@@ -155,8 +161,9 @@ class DaemonLink:
         self._stop = False
         self._was_attached: bool | None = None
         self._counts: Counter[tuple[str, str]] = Counter()
-        self._thread = threading.Thread(target=self._run, name="kvstore-link", daemon=True)
-        self._thread.start()
+        self._thread = threading.Thread(target=self._run, name="kvstore-link", daemon=True) if threaded else None
+        if self._thread is not None:
+            self._thread.start()
 
     # -- scheduler thread ----------------------------------------------------------------------------------------------
 
@@ -222,7 +229,7 @@ class DaemonLink:
                 self._work.aborts.append((generation, offsets))
                 self._wake.notify()
 
-    def release(self, leases: Iterable[Any]) -> None:
+    def release(self, leases: Iterable[Grant]) -> None:
         """Gives pins back behind."""
         with self._lock:
             self._work.releases += leases
@@ -236,7 +243,6 @@ class DaemonLink:
             self._work.aborts += [(commit.generation, commit.offsets) for commit in self._work.commits]
             self._work.commits.clear()
             self._flushing = True
-            self._work.flush = True
             self._wake.notify()
 
     def take_counts(self) -> Counter[tuple[str, str]]:
@@ -250,29 +256,34 @@ class DaemonLink:
         with self._lock:
             self._stop = True
             self._wake.notify()
-        self._thread.join(timeout_s)
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+        else:
+            self.turn()
         with contextlib.suppress(Exception):
             self._client.close()
 
     # -- the link's own thread -----------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while True:
+        over = False
+        while not over:
             with self._lock:
                 if not (self._work or self._stop or self._stock_due()):
                     self._wake.wait(_TICK_S)
-                work, self._work = self._work, _Work()
-                stop = self._stop
             try:
-                self._turn(work, stop)
+                over = self.turn()
             except Exception:  # a defect here must not end the thread: misses would never end
+                over = self._stop
                 limited_log("link turn", logging.ERROR, "kvstore: the link's turn failed", exc_info=True)
-            if stop:
-                return
 
-    def _turn(self, work: _Work, stop: bool) -> None:
+    def turn(self) -> bool:
+        """Does what has been handed in so far. Returns whether it was the last turn."""
+        with self._lock:
+            work, self._work = self._work, _Work()
+            stop = self._stop
         self._note_attachment()
-        if work.flush:
+        if self._flushing:
             self._do_flush()
         if work.queries:
             self._do_queries(work.queries)
@@ -285,10 +296,12 @@ class DaemonLink:
         aborts, self._retry = self._retry + work.aborts, []
         for generation, offsets in aborts:
             self._do_abort(generation, offsets)
-        if work.releases:
-            self._do_release(work.releases)
+        releases, self._retry_releases = self._retry_releases + work.releases, []
+        if releases:
+            self._do_release(releases)
         if not stop:
             self._do_stock()
+        return stop
 
     def _note_attachment(self) -> None:
         attached = bool(self._client.attached)
@@ -300,11 +313,8 @@ class DaemonLink:
             self._was_attached = attached
 
     def _do_flush(self) -> None:
-        problem = self._call("flush", self._client.flush)[1]
-        with self._lock:
-            self._flushing = self._work.flush = bool(problem)  # nothing is promised until it has worked
-        if problem:
-            time.sleep(_TICK_S)
+        # Nothing is promised until it has worked; the next turn tries again.
+        self._flushing = bool(self._call("flush", self._client.flush)[1])
 
     def _do_queries(self, queries: list[Query]) -> None:
         now = self._now()
@@ -332,13 +342,14 @@ class DaemonLink:
                 replies += [Reply(query, problem=problem) for query in pinned]
             else:
                 replies += [
-                    Reply(query, lease if len(lease.offsets) else None, len(lease.offsets))
+                    Reply(query, lease if len(lease.offsets) else None, len(lease.offsets), lease.generation)
                     for query, lease in zip(pinned, leases, strict=True)
                 ]
         for query in batch:
             if not query.pin:
+                generation = self._client.generation or b""
                 available, problem = self._call("lookup", self._client.lookup, query.hashes)
-                replies.append(Reply(query, None, int(available or 0), problem))
+                replies.append(Reply(query, None, int(available or 0), generation, problem))
         missing = sum(len(reply.query.hashes) - reply.available for reply in replies if not reply.problem)
         if missing:
             with self._lock:
@@ -379,11 +390,10 @@ class DaemonLink:
         if problem in ("deadline", "draining"):
             self._retry.append((generation, offsets))
 
-    def _do_release(self, leases: list[Any]) -> None:
+    def _do_release(self, leases: list[Grant]) -> None:
         problem = self._call("release", self._client.release, leases)[1]
         if problem in ("deadline", "draining"):
-            with self._lock:
-                self._work.releases += leases
+            self._retry_releases = leases
 
     # -- stock ---------------------------------------------------------------------------------------------------------
 

@@ -19,15 +19,17 @@ import dataclasses
 import enum
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
-from engine_plugin.vllm.link import DaemonLink, Query, Reply
+from engine_plugin.vllm.link import DaemonLink, Grant, Query, Reply
 
 GROUP_BYTES: Final = 4
 #: Requests that may hold an answer at a time. The engine asks for its whole queue, and each answer pins blocks.
 ANSWERS_MAX: Final = 64
+#: How long an answer that nobody waits for is of use.
+ASIDE_S: Final = 10.0
 #: Copies that a load found damaged or gone; they are not promised again.
 DISTRUSTED_MAX: Final = 65_536
 
@@ -50,7 +52,7 @@ class _Request:
     phase: _Phase = _Phase.GATHERING
     keys: dict[bytes, int] = dataclasses.field(default_factory=dict)  # key -> place in the query
     query: Query | None = None
-    lease: Any = None
+    lease: Grant | None = None
     ready: int = 0
     refused: bool = False  # ANSWERED without an answer
 
@@ -74,7 +76,7 @@ class Lookups:
 
     Args:
         ready_generation: Gives the generation that all workers have mapped; None while they differ.
-        on_present: Told which keys an answer has shown to be in the daemon.
+        on_present: Told which keys an answer has shown to be in the daemon, and in which generation of its pool.
         pin: False for an engine that stores but never loads: everything is a miss, but what is there is learned.
     """
 
@@ -85,7 +87,7 @@ class Lookups:
         deadline_s: float,
         now: Callable[[], float],
         ready_generation: Callable[[], bytes | None],
-        on_present: Callable[[Iterable[bytes]], None],
+        on_present: Callable[[Sequence[bytes], bytes], None],
         pin: bool = True,
     ) -> None:
         self._link = link
@@ -96,6 +98,7 @@ class Lookups:
         self._pin = pin
         self._requests: dict[str, _Request] = {}
         self._by_query: dict[Query, str] = {}
+        self._asides: dict[Query, Sequence[bytes]] = {}  # questions of no request
         self._gathering: list[str] = []
         self._holders: set[str] = set()  # requests that have asked or hold pins, and whose load has not begun
         self._distrusted: OrderedDict[bytes, tuple[bytes, int, int]] = OrderedDict()
@@ -140,6 +143,14 @@ class Lookups:
         self._holders.add(req_id)
         return Verdict.RETRY
 
+    def ask_about(self, keys: Sequence[bytes]) -> None:
+        """Asks which keys of a prefix are there, for nobody in particular: nothing is pinned, nobody waits."""
+        if self._link.why_not() or len(self._asides) >= ANSWERS_MAX:
+            return
+        query = Query([hash_of(key) for key in keys], self._now() + ASIDE_S, pin=False)
+        self._asides[query] = keys
+        self._link.ask([query])
+
     def waiting(self) -> bool:
         """Whether a request waits for an answer."""
         return bool(self._by_query)
@@ -175,6 +186,11 @@ class Lookups:
             return
         self._replies_taken = True
         for reply in self._link.replies():
+            aside = self._asides.pop(reply.query, None)
+            if aside is not None:
+                if reply.available:
+                    self._on_present(aside[: reply.available], reply.generation)
+                continue
             req_id = self._by_query.pop(reply.query, None)
             request = self._requests.get(req_id) if req_id is not None else None
             if req_id is None or request is None or request.query is not reply.query:
@@ -199,7 +215,8 @@ class Lookups:
             self._refuse(req_id, request, reply.problem)
             return
         keys = list(request.keys)
-        self._on_present(keys[: reply.available])
+        if reply.available:
+            self._on_present(keys[: reply.available], reply.generation)
         request.phase = _Phase.ANSWERED
         request.query = None
         request.lease = reply.lease
@@ -227,7 +244,7 @@ class Lookups:
         request.ready = 0
         request.refused = True
 
-    def _trusted_run(self, keys: Sequence[bytes], lease: Any) -> int:
+    def _trusted_run(self, keys: Sequence[bytes], lease: Grant) -> int:
         for place, key in enumerate(keys):
             bad = self._distrusted.get(key)
             if bad is None:
@@ -265,6 +282,7 @@ class Lookups:
         if request is None or request.phase is not _Phase.LOADING:
             return
         lease = request.lease
+        assert lease is not None
         for key, place in request.keys.items():
             if place < request.ready:
                 self._distrusted[key] = (lease.generation, int(lease.offsets[place]), int(lease.epochs[place]))
@@ -287,6 +305,7 @@ class Lookups:
         for req_id, request in list(self._requests.items()):
             self._drop(req_id, request)
         self._gathering.clear()
+        self._asides.clear()
         self._distrusted.clear()
 
     def _drop(self, req_id: str, request: _Request) -> None:

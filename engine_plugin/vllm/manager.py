@@ -81,7 +81,13 @@ class KVStoreManager(OffloadingManager):
             on_present=self._known.add,
             pin=loads,
         )
-        self._stores = Stores(link, workers=workers, known=self._known, ready_generation=self.ready_generation)
+        self._stores = Stores(
+            link,
+            workers=workers,
+            known=self._known,
+            ready_generation=self.ready_generation,
+            ask_about=self._lookups.ask_about,
+        )
         self._last_offered: dict[str, tuple[int, bytes]] = {}  # request -> end token and key of its last load or store
         self._counts: Counter[tuple[str, str]] = Counter()
         self.hook_errors: Counter[str] = Counter()
@@ -133,7 +139,6 @@ class KVStoreManager(OffloadingManager):
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
         if not self._stores_allowed or not keys:
             return _nothing_to_store()
-        self._known.settle(self.ready_generation())
         ordered = list(keys)
         store = self._stores.prepare(ordered, self._parent_of(ordered[0], req_context))
         self._note_offered(ordered, req_context)

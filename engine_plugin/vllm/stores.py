@@ -35,21 +35,18 @@ class KnownKeys:
 
     def settle(self, generation: bytes | None) -> None:
         """Forgets everything if the pool is another one."""
-        if generation != self._generation:
+        if generation is not None and generation != self._generation:
             self._until.clear()
             self._generation = generation
 
-    def add(self, keys: Iterable[bytes]) -> None:
+    def add(self, keys: Iterable[bytes], generation: bytes) -> None:
+        self.settle(generation)
         until = self._now() + KNOWN_S
         for key in keys:
             self._until[key] = until
             self._until.move_to_end(key)
         while len(self._until) > KNOWN_MAX:
             self._until.popitem(last=False)
-
-    def discard(self, keys: Iterable[bytes]) -> None:
-        for key in keys:
-            self._until.pop(key, None)
 
     def clear(self) -> None:
         self._until.clear()
@@ -85,6 +82,7 @@ class Stores:
     Args:
         workers: Number of workers that copy their part of each store.
         ready_generation: Gives the generation that all workers have mapped; None while they differ.
+        ask_about: Asks, without waiting, which keys of a prefix are in the daemon; they become known.
     """
 
     def __init__(
@@ -94,15 +92,17 @@ class Stores:
         workers: int,
         known: KnownKeys,
         ready_generation: Callable[[], bytes | None],
+        ask_about: Callable[[Sequence[bytes]], None],
     ) -> None:
         self._link = link
+        self._ask_about = ask_about
         self._workers = workers
         self._known = known
         self._ready_generation = ready_generation
         self._tickets = 0
         self._under_way: dict[int, Store] = {}
         self._by_key: dict[bytes, Store] = {}
-        self._outcomes: deque[tuple[Sequence[bytes], np.ndarray]] = deque()
+        self._outcomes: deque[tuple[Store, np.ndarray]] = deque()
         self.counts: Counter[tuple[str, str]] = Counter()
 
     def prepare(self, keys: Collection[bytes], parent: bytes | None) -> Store | None:
@@ -110,6 +110,7 @@ class Stores:
         front of the prefix first. None where there is nothing to store or nowhere to store it.
         """
         self._take_outcomes()
+        self._known.settle(self._ready_generation())
         wanted = [key for key in keys if key not in self._known and key not in self._by_key]
         if not wanted:
             return None
@@ -120,7 +121,10 @@ class Stores:
             self._link.abort(slots.generation, slots.offsets)
             return self._skip("worker_detached", len(wanted))
         if len(slots) < len(wanted):
+            # No lookup has announced these: the engine has them in its own prefix cache. Most are likely there; the
+            # question makes them known, and fresh in the daemon's eyes, for the next time they are offered.
             self._skip("no_slots", len(wanted) - len(slots))
+            self._ask_about(list(keys))
         if not len(slots):
             return None
         self._tickets += 1
@@ -166,7 +170,7 @@ class Stores:
                     store.slots.offsets,
                     [hash_of(key) for key in store.keys],
                     hash_of(store.parent) if store.parent is not None else None,
-                    done=lambda outcomes, keys=store.keys: self._outcomes.append((keys, outcomes)),
+                    done=lambda outcomes, store=store: self._outcomes.append((store, outcomes)),
                 )
             )
 
@@ -184,8 +188,9 @@ class Stores:
     def _take_outcomes(self) -> None:
         """Learns from what the link has published; the link's thread only appends."""
         while self._outcomes:
-            keys, outcomes = self._outcomes.popleft()
-            self._known.add(key for key, outcome in zip(keys, outcomes.tolist(), strict=True) if outcome in (1, 2))
+            store, outcomes = self._outcomes.popleft()
+            present = [key for key, outcome in zip(store.keys, outcomes.tolist(), strict=True) if outcome in (1, 2)]
+            self._known.add(present, store.slots.generation)
 
     def _give_back(self, store: Store, reason: str) -> None:
         self._forget(store)

@@ -2,10 +2,10 @@
 
 usage: driver.py JSON     (the arguments of `vllm.LLM`; `kv_transfer_config` as a plain object)
 
-    {"do": "generate", "prompts": [[token, ...], ...], "max_tokens": n}  -> {"outputs": [{"tokens", "cached", "ttft_s"}]}
-    {"do": "metrics"}                                                    -> {"metrics": {"name{label=value}": number}}
-    {"do": "reset", "connector": false}                                  -> {"reset": true}
-    {"do": "stop"}                                                       -> {"stopped": true}, and the process ends
+    {"do": "generate", "prompts": [[token, ...], ...], "max_tokens": n} -> {"outputs": [{"tokens", "cached", "ttft_s"}]}
+    {"do": "metrics"}                                                   -> {"metrics": {"name{label=value}": number}}
+    {"do": "reset", "connector": false}                                 -> {"reset": true}
+    {"do": "stop"}                                                      -> {"stopped": true}, and the process ends
 """
 
 from __future__ import annotations

@@ -24,17 +24,17 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ckvstore/wire/v1/engine.proto\x12\nkvstore.v1\"U\n\rAttachRequest\x12\x13\n\x0b\x63lient_name\x18\x01 \x01(\t\x12\x0b\n\x03pid\x18\x02 \x01(\r\x12\r\n\x05group\x18\x03 \x01(\t\x12\x13\n\x0bshare_bytes\x18\x04 \x01(\x04\"\x96\x01\n\x0b\x41ttachEvent\x12&\n\x07welcome\x18\x01 \x01(\x0b\x32\x13.kvstore.v1.WelcomeH\x00\x12,\n\npopulation\x18\x02 \x01(\x0b\x32\x16.kvstore.v1.PopulationH\x00\x12(\n\x08\x64raining\x18\x03 \x01(\x0b\x32\x14.kvstore.v1.DrainingH\x00\x42\x07\n\x05\x65vent\"\x97\x01\n\x07Welcome\x12\x0f\n\x07session\x18\x01 \x01(\x0c\x12\x12\n\ngeneration\x18\x02 \x01(\x0c\x12\x12\n\npool_bytes\x18\x03 \x01(\x04\x12\x14\n\x0chandoff_path\x18\x04 \x01(\t\x12\x12\n\nblock_size\x18\x05 \x01(\r\x12\x10\n\x08keys_max\x18\x06 \x01(\x04\x12\x17\n\x0fpopulated_bytes\x18\x07 \x01(\x04\"%\n\nPopulation\x12\x17\n\x0fpopulated_bytes\x18\x01 \x01(\x04\"\x1a\n\x08\x44raining\x12\x0e\n\x06reason\x18\x01 \x01(\t\"J\n\x14OpenNamespaceRequest\x12\x0f\n\x07session\x18\x01 \x01(\x0c\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x13\n\x0bgroup_bytes\x18\x03 \x03(\x04\"$\n\x12OpenNamespaceReply\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\"P\n\rLookupRequest\x12\x0f\n\x07session\x18\x01 \x01(\x0c\x12\x11\n\tnamespace\x18\x02 \x01(\x0c\x12\r\n\x05group\x18\x03 \x01(\r\x12\x0c\n\x04keys\x18\x04 \x03(\x0c\" \n\x0bLookupReply\x12\x11\n\tavailable\x18\x01 \x01(\r\"$\n\x05Query\x12\r\n\x05group\x18\x01 \x01(\r\x12\x0c\n\x04keys\x18\x02 \x03(\x0c\"X\n\x0e\x41\x63quireRequest\x12\x0f\n\x07session\x18\x01 \x01(\x0c\x12\x11\n\tnamespace\x18\x02 \x01(\x0c\x12\"\n\x07queries\x18\x03 \x03(\x0b\x32\x11.kvstore.v1.Query\"W\n\x05Grant\x12\r\n\x05lease\x18\x01 \x01(\x04\x12\r\n\x05ready\x18\x02 \x01(\r\x12\x0f\n\x07pending\x18\x03 \x01(\r\x12\x0f\n\x07offsets\x18\x04 \x01(\x0c\x12\x0e\n\x06\x65pochs\x18\x05 \x01(\x0c\"E\n\x0c\x41\x63quireReply\x12\x12\n\ngeneration\x18\x01 \x01(\x0c\x12!\n\x06grants\x18\x02 \x03(\x0b\x32\x11.kvstore.v1.Grant\"t\n\rSelectRequest\x12\x0f\n\x07session\x18\x01 \x01(\x0c\x12\x11\n\tnamespace\x18\x02 \x01(\x0c\x12 \n\x05query\x18\x03 \x01(\x0b\x32\x11.kvstore.v1.Query\x12\x0c\n\x04\x64rop\x18\x04 \x01(\x08\x12\x0f\n\x07wait_ms\x18\x05 \x01(\r\"C\n\x0bSelectReply\x12\x12\n\ngeneration\x18\x01 \x01(\x0c\x12 \n\x05grant\x18\x02 \x01(\x0b\x32\x11.kvstore.v1.Grant\"O\n\x0eReleaseRequest\x12\x0f\n\x07session\x18\x01 \x01(\x0c\x12\x0e\n\x06leases\x18\x02 \x03(\x04\x12\x0e\n\x06remove\x18\x03 \x01(\x08\x12\x0c\n\x04hold\x18\x04 \x01(\x08\"1\n\x0cReleaseReply\x12\x10\n\x08released\x18\x01 \x01(\r\x12\x0f\n\x07removed\x18\x02 \x01(\r\"q\n\x0eReserveRequest\x12\x0f\n\x07session\x18\x01 \x01(\x0c\x12\x11\n\tnamespace\x18\x02 \x01(\x0c\x12\r\n\x05group\x18\x03 \x01(\r\x12\r\n\x05\x63ount\x18\x04 \x01(\r\x12\x0f\n\x07wait_ms\x18\x05 \x01(\r\x12\x0c\n\x04keys\x18\x06 \x03(\x0c\"}\n\x0cReserveReply\x12\x12\n\ngeneration\x18\x01 \x01(\x0c\x12\x0f\n\x07offsets\x18\x02 \x01(\x0c\x12\x0e\n\x06\x65pochs\x18\x03 \x01(\x0c\x12(\n\tshortfall\x18\x04 \x01(\x0e\x32\x15.kvstore.v1.Shortfall\x12\x0e\n\x06\x65xists\x18\x05 \x01(\x0c\"q\n\rCommitRequest\x12\x0f\n\x07session\x18\x01 \x01(\x0c\x12\x11\n\tnamespace\x18\x02 \x01(\x0c\x12\r\n\x05group\x18\x03 \x01(\r\x12\x0f\n\x07offsets\x18\x04 \x01(\x0c\x12\x0c\n\x04keys\x18\x05 \x03(\x0c\x12\x0e\n\x06parent\x18\x06 \x01(\x0c\"\x1f\n\x0b\x43ommitReply\x12\x10\n\x08outcomes\x18\x01 \x01(\x0c\"0\n\x0c\x41\x62ortRequest\x12\x0f\n\x07session\x18\x01 \x01(\x0c\x12\x0f\n\x07offsets\x18\x02 \x01(\x0c\"\x1e\n\nAbortReply\x12\x10\n\x08returned\x18\x01 \x01(\r\"P\n\rDeleteRequest\x12\x0f\n\x07session\x18\x01 \x01(\x0c\x12\x11\n\tnamespace\x18\x02 \x01(\x0c\x12\r\n\x05group\x18\x03 \x01(\r\x12\x0c\n\x04keys\x18\x04 \x03(\x0c\"\x1e\n\x0b\x44\x65leteReply\x12\x0f\n\x07removed\x18\x01 \x01(\r*\x95\x01\n\tShortfall\x12\x12\n\x0eSHORTFALL_NONE\x10\x00\x12\x14\n\x10SHORTFALL_PINNED\x10\x01\x12\x13\n\x0fSHORTFALL_SHARE\x10\x02\x12\x18\n\x14SHORTFALL_POPULATING\x10\x03\x12\x17\n\x13SHORTFALL_TOO_LARGE\x10\x04\x12\x16\n\x12SHORTFALL_DRAINING\x10\x05*d\n\x07Outcome\x12\x17\n\x13OUTCOME_UNSPECIFIED\x10\x00\x12\x12\n\x0eOUTCOME_STORED\x10\x01\x12\x12\n\x0eOUTCOME_EXISTS\x10\x02\x12\x18\n\x14OUTCOME_NOT_RESERVED\x10\x03\x32\x91\x05\n\x06\x45ngine\x12>\n\x06\x41ttach\x12\x19.kvstore.v1.AttachRequest\x1a\x17.kvstore.v1.AttachEvent0\x01\x12Q\n\rOpenNamespace\x12 .kvstore.v1.OpenNamespaceRequest\x1a\x1e.kvstore.v1.OpenNamespaceReply\x12<\n\x06Lookup\x12\x19.kvstore.v1.LookupRequest\x1a\x17.kvstore.v1.LookupReply\x12?\n\x07\x41\x63quire\x12\x1a.kvstore.v1.AcquireRequest\x1a\x18.kvstore.v1.AcquireReply\x12<\n\x06Select\x12\x19.kvstore.v1.SelectRequest\x1a\x17.kvstore.v1.SelectReply\x12?\n\x07Release\x12\x1a.kvstore.v1.ReleaseRequest\x1a\x18.kvstore.v1.ReleaseReply\x12?\n\x07Reserve\x12\x1a.kvstore.v1.ReserveRequest\x1a\x18.kvstore.v1.ReserveReply\x12<\n\x06\x43ommit\x12\x19.kvstore.v1.CommitRequest\x1a\x17.kvstore.v1.CommitReply\x12\x39\n\x05\x41\x62ort\x12\x18.kvstore.v1.AbortRequest\x1a\x16.kvstore.v1.AbortReply\x12<\n\x06\x44\x65lete\x12\x19.kvstore.v1.DeleteRequest\x1a\x17.kvstore.v1.DeleteReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ckvstore/wire/v1/engine.proto\x12\nkvstore.v1\"U\n\rAttachRequest\x12\x13\n\x0b\x63lient_name\x18\x01 \x01(\t\x12\x0b\n\x03pid\x18\x02 \x01(\r\x12\r\n\x05group\x18\x03 \x01(\t\x12\x13\n\x0bshare_bytes\x18\x04 \x01(\x04\"\x96\x01\n\x0b\x41ttachEvent\x12&\n\x07welcome\x18\x01 \x01(\x0b\x32\x13.kvstore.v1.WelcomeH\x00\x12,\n\npopulation\x18\x02 \x01(\x0b\x32\x16.kvstore.v1.PopulationH\x00\x12(\n\x08\x64raining\x18\x03 \x01(\x0b\x32\x14.kvstore.v1.DrainingH\x00\x42\x07\n\x05\x65vent\"\x97\x01\n\x07Welcome\x12\x0f\n\x07session\x18\x01 \x01(\x0c\x12\x12\n\ngeneration\x18\x02 \x01(\x0c\x12\x12\n\npool_bytes\x18\x03 \x01(\x04\x12\x14\n\x0chandoff_path\x18\x04 \x01(\t\x12\x12\n\nblock_size\x18\x05 \x01(\r\x12\x10\n\x08keys_max\x18\x06 \x01(\x04\x12\x17\n\x0fpopulated_bytes\x18\x07 \x01(\x04\"%\n\nPopulation\x12\x17\n\x0fpopulated_bytes\x18\x01 \x01(\x04\"\x1a\n\x08\x44raining\x12\x0e\n\x06reason\x18\x01 \x01(\t\"J\n\x14OpenNamespaceRequest\x12\x0f\n\x07session\x18\x01 \x01(\x0c\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x13\n\x0bgroup_bytes\x18\x03 \x03(\x04\"$\n\x12OpenNamespaceReply\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\"P\n\rLookupRequest\x12\x0f\n\x07session\x18\x01 \x01(\x0c\x12\x11\n\tnamespace\x18\x02 \x01(\x0c\x12\r\n\x05group\x18\x03 \x01(\r\x12\x0c\n\x04keys\x18\x04 \x03(\x0c\" \n\x0bLookupReply\x12\x11\n\tavailable\x18\x01 \x01(\r\"$\n\x05Query\x12\r\n\x05group\x18\x01 \x01(\r\x12\x0c\n\x04keys\x18\x02 \x03(\x0c\"l\n\x0e\x41\x63quireRequest\x12\x0f\n\x07session\x18\x01 \x01(\x0c\x12\x11\n\tnamespace\x18\x02 \x01(\x0c\x12\"\n\x07queries\x18\x03 \x03(\x0b\x32\x11.kvstore.v1.Query\x12\x12\n\nrequest_id\x18\x04 \x01(\x04\"W\n\x05Grant\x12\r\n\x05lease\x18\x01 \x01(\x04\x12\r\n\x05ready\x18\x02 \x01(\r\x12\x0f\n\x07pending\x18\x03 \x01(\r\x12\x0f\n\x07offsets\x18\x04 \x01(\x0c\x12\x0e\n\x06\x65pochs\x18\x05 \x01(\x0c\"E\n\x0c\x41\x63quireReply\x12\x12\n\ngeneration\x18\x01 \x01(\x0c\x12!\n\x06grants\x18\x02 \x03(\x0b\x32\x11.kvstore.v1.Grant\"\x88\x01\n\rSelectRequest\x12\x0f\n\x07session\x18\x01 \x01(\x0c\x12\x11\n\tnamespace\x18\x02 \x01(\x0c\x12 \n\x05query\x18\x03 \x01(\x0b\x32\x11.kvstore.v1.Query\x12\x0c\n\x04\x64rop\x18\x04 \x01(\x08\x12\x0f\n\x07wait_ms\x18\x05 \x01(\r\x12\x12\n\nrequest_id\x18\x06 \x01(\x04\"C\n\x0bSelectReply\x12\x12\n\ngeneration\x18\x01 \x01(\x0c\x12 \n\x05grant\x18\x02 \x01(\x0b\x32\x11.kvstore.v1.Grant\"_\n\x0eReleaseRequest\x12\x0f\n\x07session\x18\x01 \x01(\x0c\x12\x0e\n\x06leases\x18\x02 \x03(\x04\x12\x0e\n\x06remove\x18\x03 \x01(\x08\x12\x0c\n\x04hold\x18\x04 \x01(\x08\x12\x0e\n\x06\x66orget\x18\x05 \x03(\x04\"1\n\x0cReleaseReply\x12\x10\n\x08released\x18\x01 \x01(\r\x12\x0f\n\x07removed\x18\x02 \x01(\r\"\x85\x01\n\x0eReserveRequest\x12\x0f\n\x07session\x18\x01 \x01(\x0c\x12\x11\n\tnamespace\x18\x02 \x01(\x0c\x12\r\n\x05group\x18\x03 \x01(\r\x12\r\n\x05\x63ount\x18\x04 \x01(\r\x12\x0f\n\x07wait_ms\x18\x05 \x01(\r\x12\x0c\n\x04keys\x18\x06 \x03(\x0c\x12\x12\n\nrequest_id\x18\x07 \x01(\x04\"}\n\x0cReserveReply\x12\x12\n\ngeneration\x18\x01 \x01(\x0c\x12\x0f\n\x07offsets\x18\x02 \x01(\x0c\x12\x0e\n\x06\x65pochs\x18\x03 \x01(\x0c\x12(\n\tshortfall\x18\x04 \x01(\x0e\x32\x15.kvstore.v1.Shortfall\x12\x0e\n\x06\x65xists\x18\x05 \x01(\x0c\"q\n\rCommitRequest\x12\x0f\n\x07session\x18\x01 \x01(\x0c\x12\x11\n\tnamespace\x18\x02 \x01(\x0c\x12\r\n\x05group\x18\x03 \x01(\r\x12\x0f\n\x07offsets\x18\x04 \x01(\x0c\x12\x0c\n\x04keys\x18\x05 \x03(\x0c\x12\x0e\n\x06parent\x18\x06 \x01(\x0c\"\x1f\n\x0b\x43ommitReply\x12\x10\n\x08outcomes\x18\x01 \x01(\x0c\"0\n\x0c\x41\x62ortRequest\x12\x0f\n\x07session\x18\x01 \x01(\x0c\x12\x0f\n\x07offsets\x18\x02 \x01(\x0c\"\x1e\n\nAbortReply\x12\x10\n\x08returned\x18\x01 \x01(\r\"P\n\rDeleteRequest\x12\x0f\n\x07session\x18\x01 \x01(\x0c\x12\x11\n\tnamespace\x18\x02 \x01(\x0c\x12\r\n\x05group\x18\x03 \x01(\r\x12\x0c\n\x04keys\x18\x04 \x03(\x0c\"\x1e\n\x0b\x44\x65leteReply\x12\x0f\n\x07removed\x18\x01 \x01(\r*\x95\x01\n\tShortfall\x12\x12\n\x0eSHORTFALL_NONE\x10\x00\x12\x14\n\x10SHORTFALL_PINNED\x10\x01\x12\x13\n\x0fSHORTFALL_SHARE\x10\x02\x12\x18\n\x14SHORTFALL_POPULATING\x10\x03\x12\x17\n\x13SHORTFALL_TOO_LARGE\x10\x04\x12\x16\n\x12SHORTFALL_DRAINING\x10\x05*d\n\x07Outcome\x12\x17\n\x13OUTCOME_UNSPECIFIED\x10\x00\x12\x12\n\x0eOUTCOME_STORED\x10\x01\x12\x12\n\x0eOUTCOME_EXISTS\x10\x02\x12\x18\n\x14OUTCOME_NOT_RESERVED\x10\x03\x32\x91\x05\n\x06\x45ngine\x12>\n\x06\x41ttach\x12\x19.kvstore.v1.AttachRequest\x1a\x17.kvstore.v1.AttachEvent0\x01\x12Q\n\rOpenNamespace\x12 .kvstore.v1.OpenNamespaceRequest\x1a\x1e.kvstore.v1.OpenNamespaceReply\x12<\n\x06Lookup\x12\x19.kvstore.v1.LookupRequest\x1a\x17.kvstore.v1.LookupReply\x12?\n\x07\x41\x63quire\x12\x1a.kvstore.v1.AcquireRequest\x1a\x18.kvstore.v1.AcquireReply\x12<\n\x06Select\x12\x19.kvstore.v1.SelectRequest\x1a\x17.kvstore.v1.SelectReply\x12?\n\x07Release\x12\x1a.kvstore.v1.ReleaseRequest\x1a\x18.kvstore.v1.ReleaseReply\x12?\n\x07Reserve\x12\x1a.kvstore.v1.ReserveRequest\x1a\x18.kvstore.v1.ReserveReply\x12<\n\x06\x43ommit\x12\x19.kvstore.v1.CommitRequest\x1a\x17.kvstore.v1.CommitReply\x12\x39\n\x05\x41\x62ort\x12\x18.kvstore.v1.AbortRequest\x1a\x16.kvstore.v1.AbortReply\x12<\n\x06\x44\x65lete\x12\x19.kvstore.v1.DeleteRequest\x1a\x17.kvstore.v1.DeleteReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvstore.wire.v1.engine_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_SHORTFALL']._serialized_start=1929
-  _globals['_SHORTFALL']._serialized_end=2078
-  _globals['_OUTCOME']._serialized_start=2080
-  _globals['_OUTCOME']._serialized_end=2180
+  _globals['_SHORTFALL']._serialized_start=2007
+  _globals['_SHORTFALL']._serialized_end=2156
+  _globals['_OUTCOME']._serialized_start=2158
+  _globals['_OUTCOME']._serialized_end=2258
   _globals['_ATTACHREQUEST']._serialized_start=44
   _globals['_ATTACHREQUEST']._serialized_end=129
   _globals['_ATTACHEVENT']._serialized_start=132
@@ -56,35 +56,35 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_QUERY']._serialized_start=735
   _globals['_QUERY']._serialized_end=771
   _globals['_ACQUIREREQUEST']._serialized_start=773
-  _globals['_ACQUIREREQUEST']._serialized_end=861
-  _globals['_GRANT']._serialized_start=863
-  _globals['_GRANT']._serialized_end=950
-  _globals['_ACQUIREREPLY']._serialized_start=952
-  _globals['_ACQUIREREPLY']._serialized_end=1021
-  _globals['_SELECTREQUEST']._serialized_start=1023
-  _globals['_SELECTREQUEST']._serialized_end=1139
-  _globals['_SELECTREPLY']._serialized_start=1141
-  _globals['_SELECTREPLY']._serialized_end=1208
-  _globals['_RELEASEREQUEST']._serialized_start=1210
-  _globals['_RELEASEREQUEST']._serialized_end=1289
-  _globals['_RELEASEREPLY']._serialized_start=1291
-  _globals['_RELEASEREPLY']._serialized_end=1340
-  _globals['_RESERVEREQUEST']._serialized_start=1342
-  _globals['_RESERVEREQUEST']._serialized_end=1455
-  _globals['_RESERVEREPLY']._serialized_start=1457
-  _globals['_RESERVEREPLY']._serialized_end=1582
-  _globals['_COMMITREQUEST']._serialized_start=1584
-  _globals['_COMMITREQUEST']._serialized_end=1697
-  _globals['_COMMITREPLY']._serialized_start=1699
-  _globals['_COMMITREPLY']._serialized_end=1730
-  _globals['_ABORTREQUEST']._serialized_start=1732
-  _globals['_ABORTREQUEST']._serialized_end=1780
-  _globals['_ABORTREPLY']._serialized_start=1782
-  _globals['_ABORTREPLY']._serialized_end=1812
-  _globals['_DELETEREQUEST']._serialized_start=1814
-  _globals['_DELETEREQUEST']._serialized_end=1894
-  _globals['_DELETEREPLY']._serialized_start=1896
-  _globals['_DELETEREPLY']._serialized_end=1926
-  _globals['_ENGINE']._serialized_start=2183
-  _globals['_ENGINE']._serialized_end=2840
+  _globals['_ACQUIREREQUEST']._serialized_end=881
+  _globals['_GRANT']._serialized_start=883
+  _globals['_GRANT']._serialized_end=970
+  _globals['_ACQUIREREPLY']._serialized_start=972
+  _globals['_ACQUIREREPLY']._serialized_end=1041
+  _globals['_SELECTREQUEST']._serialized_start=1044
+  _globals['_SELECTREQUEST']._serialized_end=1180
+  _globals['_SELECTREPLY']._serialized_start=1182
+  _globals['_SELECTREPLY']._serialized_end=1249
+  _globals['_RELEASEREQUEST']._serialized_start=1251
+  _globals['_RELEASEREQUEST']._serialized_end=1346
+  _globals['_RELEASEREPLY']._serialized_start=1348
+  _globals['_RELEASEREPLY']._serialized_end=1397
+  _globals['_RESERVEREQUEST']._serialized_start=1400
+  _globals['_RESERVEREQUEST']._serialized_end=1533
+  _globals['_RESERVEREPLY']._serialized_start=1535
+  _globals['_RESERVEREPLY']._serialized_end=1660
+  _globals['_COMMITREQUEST']._serialized_start=1662
+  _globals['_COMMITREQUEST']._serialized_end=1775
+  _globals['_COMMITREPLY']._serialized_start=1777
+  _globals['_COMMITREPLY']._serialized_end=1808
+  _globals['_ABORTREQUEST']._serialized_start=1810
+  _globals['_ABORTREQUEST']._serialized_end=1858
+  _globals['_ABORTREPLY']._serialized_start=1860
+  _globals['_ABORTREPLY']._serialized_end=1890
+  _globals['_DELETEREQUEST']._serialized_start=1892
+  _globals['_DELETEREQUEST']._serialized_end=1972
+  _globals['_DELETEREPLY']._serialized_start=1974
+  _globals['_DELETEREPLY']._serialized_end=2004
+  _globals['_ENGINE']._serialized_start=2261
+  _globals['_ENGINE']._serialized_end=2918
 # @@protoc_insertion_point(module_scope)

@@ -128,14 +128,16 @@ class Query(_message.Message):
     def __init__(self, group: _Optional[int] = ..., keys: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class AcquireRequest(_message.Message):
-    __slots__ = ("session", "namespace", "queries")
+    __slots__ = ("session", "namespace", "queries", "request_id")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     QUERIES_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     session: bytes
     namespace: bytes
     queries: _containers.RepeatedCompositeFieldContainer[Query]
-    def __init__(self, session: _Optional[bytes] = ..., namespace: _Optional[bytes] = ..., queries: _Optional[_Iterable[_Union[Query, _Mapping]]] = ...) -> None: ...
+    request_id: int
+    def __init__(self, session: _Optional[bytes] = ..., namespace: _Optional[bytes] = ..., queries: _Optional[_Iterable[_Union[Query, _Mapping]]] = ..., request_id: _Optional[int] = ...) -> None: ...
 
 class Grant(_message.Message):
     __slots__ = ("lease", "ready", "pending", "offsets", "epochs")
@@ -160,18 +162,20 @@ class AcquireReply(_message.Message):
     def __init__(self, generation: _Optional[bytes] = ..., grants: _Optional[_Iterable[_Union[Grant, _Mapping]]] = ...) -> None: ...
 
 class SelectRequest(_message.Message):
-    __slots__ = ("session", "namespace", "query", "drop", "wait_ms")
+    __slots__ = ("session", "namespace", "query", "drop", "wait_ms", "request_id")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     QUERY_FIELD_NUMBER: _ClassVar[int]
     DROP_FIELD_NUMBER: _ClassVar[int]
     WAIT_MS_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     session: bytes
     namespace: bytes
     query: Query
     drop: bool
     wait_ms: int
-    def __init__(self, session: _Optional[bytes] = ..., namespace: _Optional[bytes] = ..., query: _Optional[_Union[Query, _Mapping]] = ..., drop: _Optional[bool] = ..., wait_ms: _Optional[int] = ...) -> None: ...
+    request_id: int
+    def __init__(self, session: _Optional[bytes] = ..., namespace: _Optional[bytes] = ..., query: _Optional[_Union[Query, _Mapping]] = ..., drop: _Optional[bool] = ..., wait_ms: _Optional[int] = ..., request_id: _Optional[int] = ...) -> None: ...
 
 class SelectReply(_message.Message):
     __slots__ = ("generation", "grant")
@@ -182,16 +186,18 @@ class SelectReply(_message.Message):
     def __init__(self, generation: _Optional[bytes] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ...) -> None: ...
 
 class ReleaseRequest(_message.Message):
-    __slots__ = ("session", "leases", "remove", "hold")
+    __slots__ = ("session", "leases", "remove", "hold", "forget")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     LEASES_FIELD_NUMBER: _ClassVar[int]
     REMOVE_FIELD_NUMBER: _ClassVar[int]
     HOLD_FIELD_NUMBER: _ClassVar[int]
+    FORGET_FIELD_NUMBER: _ClassVar[int]
     session: bytes
     leases: _containers.RepeatedScalarFieldContainer[int]
     remove: bool
     hold: bool
-    def __init__(self, session: _Optional[bytes] = ..., leases: _Optional[_Iterable[int]] = ..., remove: _Optional[bool] = ..., hold: _Optional[bool] = ...) -> None: ...
+    forget: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, session: _Optional[bytes] = ..., leases: _Optional[_Iterable[int]] = ..., remove: _Optional[bool] = ..., hold: _Optional[bool] = ..., forget: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ReleaseReply(_message.Message):
     __slots__ = ("released", "removed")
@@ -202,20 +208,22 @@ class ReleaseReply(_message.Message):
     def __init__(self, released: _Optional[int] = ..., removed: _Optional[int] = ...) -> None: ...
 
 class ReserveRequest(_message.Message):
-    __slots__ = ("session", "namespace", "group", "count", "wait_ms", "keys")
+    __slots__ = ("session", "namespace", "group", "count", "wait_ms", "keys", "request_id")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
     COUNT_FIELD_NUMBER: _ClassVar[int]
     WAIT_MS_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     session: bytes
     namespace: bytes
     group: int
     count: int
     wait_ms: int
     keys: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, session: _Optional[bytes] = ..., namespace: _Optional[bytes] = ..., group: _Optional[int] = ..., count: _Optional[int] = ..., wait_ms: _Optional[int] = ..., keys: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    request_id: int
+    def __init__(self, session: _Optional[bytes] = ..., namespace: _Optional[bytes] = ..., group: _Optional[int] = ..., count: _Optional[int] = ..., wait_ms: _Optional[int] = ..., keys: _Optional[_Iterable[bytes]] = ..., request_id: _Optional[int] = ...) -> None: ...
 
 class ReserveReply(_message.Message):
     __slots__ = ("generation", "offsets", "epochs", "shortfall", "exists")
