@@ -127,13 +127,17 @@ class Engine:
             report.wrong += not np.array_equal(self._cache[index], block_content(keys[index], self._plan.block_bytes))
         return loaded
 
-    def store(self, keys: Sequence[bytes], report: Report) -> None:
-        """Computes the KV of these blocks and stores it."""
-        if not keys:
-            return
-        blocks = [block_content(key, self._plan.block_bytes) for key in keys]
+    def store(self, keys: Sequence[bytes], loaded: int, report: Report) -> None:
+        """Computes the KV of the blocks after the first `loaded` ones, and stores it.
+
+        The whole prompt is offered, as engines do: what is there already costs no copy, and the daemon learns which
+        block continues which, so that it evicts the ends of prompts before their beginnings.
+        """
+        self._make_room(len(keys))
+        for index in range(loaded, len(keys)):
+            self._cache[index] = block_content(keys[index], self._plan.block_bytes)
         started = time.perf_counter()
-        result = self.client.insert(keys, blocks).wait(PATIENCE_S)
+        result = self.client.insert(keys, list(self._cache[: len(keys)])).wait(PATIENCE_S)
         took_s = time.perf_counter() - started
         report.latencies_s["insert"].append(took_s)
         report.stored += result.stored
@@ -143,7 +147,9 @@ class Engine:
 
     def _make_room(self, blocks: int) -> None:
         if len(self._cache) < blocks:
-            self._cache = np.zeros((blocks, self._plan.block_bytes), dtype=np.uint8)
+            grown = np.zeros((blocks, self._plan.block_bytes), dtype=np.uint8)
+            grown[: len(self._cache)] = self._cache
+            self._cache = grown
 
 
 def prefill(plan: Plan, ready: Queue[int], answered: Queue[int], reports: Queue[Report]) -> None:
@@ -158,7 +164,7 @@ def prefill(plan: Plan, ready: Queue[int], answered: Queue[int], reports: Queue[
                 report = Report("prefill")
                 keys = chained_keys(turn.prompt, BLOCK_SIZE)
                 loaded = engine.load(keys, report)
-                engine.store(keys[loaded:], report)
+                engine.store(keys, loaded, report)
                 ready.put(number)
                 reports.put(report)
 
@@ -176,7 +182,7 @@ def decode(plan: Plan, ready: Queue[int], answered: Queue[int], reports: Queue[R
                 prompt_blocks = len(turn.prompt) // BLOCK_SIZE
                 loaded = engine.load(keys[:prompt_blocks], report)
                 # What was evicted meanwhile is computed again: a miss costs time, nothing else.
-                engine.store(keys[loaded:], report)
+                engine.store(keys, loaded, report)
                 answered.put(turn.conversation)
                 reports.put(report)
 

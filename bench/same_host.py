@@ -2,10 +2,11 @@
 
 What is compared
     insert  Client.insert(keys, blocks) until the ticket is done, into a pool that is full, so colder blocks leave for it.
-            memcpy: np.copyto from the same buffers into shared memory on the same pages, mapped the same way.
+            memcpy: np.copyto from the same buffers into the same slots of the pool, found and pinned beforehand.
     select  Client.select, a copy of each block into private memory, the end of the with-block.
-            memcpy: np.copyto from that shared memory into the same private memory.
-    Every page on either side has been touched before, in this process.
+            memcpy: np.copyto from the same slots into the same private memory, found and pinned beforehand.
+    So both sides use the very same pages, all of them touched before by this process: on this kind of machine two buffers of
+    the same kind can differ by a fifth in speed. A batch is far larger than the cache.
 Two engines
     Two processes do the same at once, each with a client of its own. Their rates are added and compared with one process
     alone, and beside it stands what two processes that only copy lose on this machine.
@@ -13,10 +14,11 @@ Two engines
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import multiprocessing
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from typing import Any, Final
 
@@ -27,7 +29,6 @@ import kvstore
 from bench.harness import (
     Bytes,
     Ratio,
-    ReferencePool,
     Report,
     huge_share,
     in_turn,
@@ -42,9 +43,9 @@ _OPERATIONS: Final = ("insert", "select")
 
 
 class Engine:
-    """One client with private memory of its own, and shared memory like the pool's to compare with.
+    """One client with private memory of its own.
 
-    Batches go round through all of the memory, so that no side finds its bytes in a cache where the other does not.
+    Batches go round through all of the private memory and all of the pool, so that nobody finds bytes in a cache.
     """
 
     def __init__(self, endpoint: str, block_bytes: int, blocks: int, name: str) -> None:
@@ -52,60 +53,64 @@ class Engine:
         self.client = kvstore.connect(endpoint, namespace, timeout_s=30.0)
         assert self.client.arena is not None
         prefault(self.client.arena)
-        self.reference = ReferencePool(blocks * block_bytes)
+        self._pool: Bytes = self.client.arena.as_numpy()
+        self._block_bytes = block_bytes
         memory = private_memory(blocks * block_bytes)
         memory[:] = np.random.default_rng(_SEED).integers(0, 256, len(memory), dtype=np.uint8)
         self.private_address = memory.ctypes.data
-        self._private = self._cut(memory, block_bytes)
-        self._shared = self._cut(self.reference.bytes, block_bytes)
-        self._turn = itertools.count()
+        self._private = [memory[start : start + block_bytes] for start in range(0, len(memory), block_bytes)]
+        self._window = slice(0)
         self._numbers = itertools.count()
         self._stored: Sequence[bytes] = ()
-        self._expected = int(self._private[0][:4096].sum())
 
-    @staticmethod
-    def _cut(memory: Bytes, block_bytes: int) -> list[Bytes]:
-        return [memory[start : start + block_bytes] for start in range(0, len(memory) - block_bytes + 1, block_bytes)]
-
-    def _window(self, count: int) -> slice:
-        start = next(self._turn) * count % (len(self._private) - count + 1)
-        return slice(start, start + count)
+    def _next_batch(self, count: int) -> None:
+        start = self._window.stop if self._window.stop + count <= len(self._private) else 0
+        self._window = slice(start, start + count)
+        self._stored = [b"%032d" % next(self._numbers) for _ in range(count)]
 
     def insert(self, count: int) -> float:
         """Stores `count` blocks under new keys. Returns the seconds it took."""
-        blocks = self._private[self._window(count)]
-        keys = [b"%032d" % next(self._numbers) for _ in range(count)]
+        self._next_batch(count)
+        keys, blocks = self._stored, self._private[self._window]
         start = time.perf_counter()
         result = self.client.insert(keys, blocks).wait(60.0)
         took = time.perf_counter() - start
         assert result.stored == count, result
-        self._stored = keys
         return took
 
-    def prepare_select(self, count: int) -> None:
-        """Sees to it that there are blocks to select; others may have stored so much that they had to leave."""
-        if len(self._stored) < count or self.client.lookup(self._stored[:count]) < count:
+    def prepare(self, count: int) -> None:
+        """Sees to it that the last batch is there; others may have stored so much that it had to leave."""
+        if len(self._stored) != count or self.client.lookup(self._stored) < count:
             self.insert(count)
 
     def select(self, count: int) -> float:
         """Copies the blocks that were stored last into private memory. Returns the seconds it took."""
-        keys, blocks = self._stored[:count], self._private[self._window(count)]
+        blocks = self._private[self._window]
         start = time.perf_counter()
-        with self.client.select(keys, timeout_s=30.0) as found:
+        with self.client.select(self._stored, timeout_s=30.0) as found:
             for block, view in zip(blocks, found, strict=True):
                 np.copyto(block, np.frombuffer(view, dtype=np.uint8))
             del view
-        return time.perf_counter() - start
+        took = time.perf_counter() - start
+        assert len(blocks) == count
+        return took
 
-    def copy_in(self, count: int) -> float:
-        """memcpy from private into shared memory. Returns the seconds it took."""
-        window = self._window(count)
-        return seconds(lambda: self._copy(self._shared[window], self._private[window]))
+    def copy_insert(self, count: int) -> float:
+        """memcpy of the batch that was stored last, to where it lies. Returns the seconds it took."""
+        with self._slots(count) as slots:
+            return seconds(lambda: self._copy(slots, self._private[self._window]))
 
-    def copy_out(self, count: int) -> float:
-        """memcpy from shared into private memory. Returns the seconds it took."""
-        window = self._window(count)
-        return seconds(lambda: self._copy(self._private[window], self._shared[window]))
+    def copy_select(self, count: int) -> float:
+        """memcpy of the batch that was stored last, from where it lies. Returns the seconds it took."""
+        with self._slots(count) as slots:
+            return seconds(lambda: self._copy(self._private[self._window], slots))
+
+    @contextlib.contextmanager
+    def _slots(self, count: int) -> Iterator[list[Bytes]]:
+        leases = self.client.acquire([(0, self._stored)])
+        assert len(leases[0].offsets) == count
+        yield [self._pool[offset : offset + self._block_bytes] for offset in leases[0].offsets.tolist()]
+        self.client.release(leases)
 
     @staticmethod
     def _copy(to: list[Bytes], of: list[Bytes]) -> None:
@@ -113,21 +118,18 @@ class Engine:
             np.copyto(target, source)
 
     def check(self, count: int) -> None:
-        """Stores blocks of known bytes and reads them back; a bench of wrong bytes is worth nothing."""
-        blocks = self._private[:count]
-        wanted = [block.copy() for block in blocks[:: max(1, count // 4)]]
-        keys = [b"check%027d" % index for index in range(count)]
-        result = self.client.insert(keys, blocks).wait(60.0)
-        assert result.stored == count, result
-        with self.client.select(keys, timeout_s=30.0) as found:
-            assert len(found) == count
-            for block, view in zip(wanted, found[:: max(1, count // 4)], strict=True):
-                assert np.array_equal(block, np.frombuffer(view, dtype=np.uint8))
-            del view
-        self.client.delete(keys)
+        """Stores a batch, wipes the private copy, reads it back; a bench of wrong bytes is worth nothing."""
+        self.insert(count)
+        blocks = self._private[self._window][:: max(1, count // 4)]
+        wanted = [block.copy() for block in blocks]
+        for block in blocks:
+            block[:] = 0
+        self.select(count)
+        assert all(np.array_equal(*pair) for pair in zip(wanted, blocks, strict=True))
 
     def close(self) -> None:
         """Ends the session."""
+        del self._pool
         self.client.close()
 
 
@@ -137,15 +139,14 @@ def _work(endpoint: str, block_bytes: int, blocks: int, batch: int, name: str, l
     calls: dict[str, Callable[[int], float]] = {
         "insert": engine.insert,
         "select": engine.select,
-        "copy_insert": engine.copy_in,
-        "copy_select": engine.copy_out,
+        "copy_insert": engine.copy_insert,
+        "copy_select": engine.copy_select,
     }
-    engine.check(min(batch, blocks))
+    engine.check(batch)
     line.send(0.0)
     while (order := line.recv()) is not None:
         name, start_at, stop_at = order
-        if name == "select":
-            engine.prepare_select(batch)
+        engine.prepare(batch)
         calls[name](batch)
         while time.monotonic() < start_at:
             time.sleep(0.0005)
@@ -201,7 +202,6 @@ def measure_batches(
     assert arena is not None
     facts = {
         "pool": f"{engine.client.stats()['tiers'][0]['backing']['kind']}, {huge_share(arena.address):.0%} on huge pages",
-        "reference": f"{engine.reference.kind}, {huge_share(engine.reference.address):.0%} on huge pages",
         "private": f"{huge_share(engine.private_address):.0%} on huge pages",
     }
     for count, rounds in batches:
@@ -210,19 +210,8 @@ def measure_batches(
         def case(call: Callable[[int], float], count: int = count) -> Callable[[], float]:
             return lambda: call(count)
 
-        def select(count: int = count) -> float:
-            engine.prepare_select(count)
-            return engine.select(count)
-
-        times = in_turn(
-            {
-                "insert": case(engine.insert),
-                "select": select,
-                "copy_insert": case(engine.copy_in),
-                "copy_select": case(engine.copy_out),
-            },
-            rounds,
-        )
+        calls = (engine.insert, engine.select, engine.copy_insert, engine.copy_select)
+        times = in_turn({call.__name__: case(call) for call in calls}, rounds)
         for name in _OPERATIONS:
             ratio = Ratio.of(times[f"copy_{name}"], times[name])
             own, plain = (

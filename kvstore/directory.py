@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvstore.arena import Segment, slot_bytes_for
 from kvstore.policy import LruPolicy, Ticker
+from kvstore.tier import tier_key
 
 if TYPE_CHECKING:
     from kvstore.leases import Group
@@ -27,13 +28,14 @@ class Block:
         key: As the caller spelled it.
         offset: Its slot.
         pins: How many leases hold it. A pinned block keeps its slot and its bytes.
+        below: Whether a tier below has a copy, so that the pool may let go of this one without loss.
         claim: Id of the drop_select lease that may take it away; 0 where there is none.
         tick: Mark of the eviction policy; 0 while the policy does not know it (pinned when its turn came).
         parent: The block before it in its chain, as far as known. Never a younger one, so chains end.
         home: The policy that orders it, and the share it is counted in.
     """
 
-    __slots__ = ("claim", "home", "key", "keyspace", "offset", "parent", "pins", "segment", "state", "tick")
+    __slots__ = ("below", "claim", "home", "key", "keyspace", "offset", "parent", "pins", "segment", "state", "tick")
 
     def __init__(self, key: bytes, keyspace: Keyspace, offset: int, parent: Block | None, home: Home) -> None:
         self.key = key
@@ -41,11 +43,17 @@ class Block:
         self.offset = offset
         self.segment: Segment | None = None
         self.pins = 0
+        self.below = False
         self.claim = 0
         self.state = BlockState.READY
         self.tick = 0
         self.parent = parent
         self.home = home
+
+    @property
+    def name(self) -> bytes:
+        """What the tiers call it."""
+        return self.keyspace.prefix + self.key
 
 
 class Home:
@@ -69,18 +77,52 @@ class Keyspace:
 
     Attributes:
         blocks: Directory: what may be answered, by key.
+        prefix: What the names of its blocks begin with in the tiers.
+        coming: Keys on their way up from a tier.
+        fresh: Keys that came up from a tier and were not handed out yet, with the name of the tier.
         waiters: Futures of those who wait for a key to come (or for the claim on it to go).
     """
 
-    __slots__ = ("block_bytes", "blocks", "kv_group", "namespace", "slot_bytes", "waiters")
+    __slots__ = (
+        "block_bytes",
+        "blocks",
+        "coming",
+        "fresh",
+        "kv_group",
+        "namespace",
+        "prefix",
+        "slot_bytes",
+        "waiters",
+    )
 
     def __init__(self, namespace: NamespaceEntry, kv_group: int, block_bytes: int) -> None:
         self.namespace = namespace
         self.kv_group = kv_group
         self.block_bytes = block_bytes
         self.slot_bytes = slot_bytes_for(block_bytes)
+        self.prefix = tier_key(namespace.digest, kv_group, b"")
         self.blocks: dict[bytes, Block] = {}
+        self.coming: dict[bytes, Promotion] = {}
+        self.fresh: dict[bytes, str] = {}
         self.waiters: dict[bytes, list[asyncio.Future[None]]] = {}
+
+
+class Promotion:
+    """A key on its way up.
+
+    Attributes:
+        cancelled: Whether the key was removed meanwhile: what comes up is thrown away.
+    """
+
+    __slots__ = ("cancelled", "group", "key", "keyspace", "offset", "parent")
+
+    def __init__(self, key: bytes, keyspace: Keyspace, offset: int, parent: bytes | None, group: Group) -> None:
+        self.key = key
+        self.keyspace = keyspace
+        self.offset = offset
+        self.parent = parent
+        self.group = group
+        self.cancelled = False
 
 
 class NamespaceEntry:

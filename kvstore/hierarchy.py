@@ -28,14 +28,18 @@ from kvstore.arena import Arena, Epochs, Offsets
 from kvstore.blocks import DIGEST_BYTES, KEY_BYTES_MAX, check_block_bytes, digest_of_identity, parse_identity
 from kvstore.clock import Clock
 from kvstore.directory import Block, BlockState, Keyspace, NamespaceEntry
-from kvstore.errors import InvalidRequest, LimitExceeded, UnknownNamespace
+from kvstore.errors import InvalidRequest, LimitExceeded, SizeMismatch, UnknownNamespace
 from kvstore.leases import Lease, LeaseTable, Reservation, Session
 from kvstore.pool import Pool, Reserved, Shortfall
+from kvstore.tier import Tier, TierNamespace
+from kvstore.transfers import Transfers, WritePolicy
 
 #: Namespaces in one life of the daemon. Each costs about a kilobyte; a client that makes one per request is mistaken.
 NAMESPACES_MAX: Final = 4096
 #: KV-cache groups of one namespace. The largest hybrid model known has 12.
 GROUPS_MAX: Final = 64
+#: Blocks that an operator's call removes before it lets others run.
+_STEP_BLOCKS: Final = 2048
 #: Segments that are looked at when one has to change its size.
 _STEAL_CANDIDATES: Final = 8
 
@@ -62,9 +66,17 @@ class Counts:
 class Hierarchy:
     """See the module. All arguments in prefix order where they are keys."""
 
-    def __init__(self, arena: Arena, clock: Clock) -> None:
+    def __init__(
+        self,
+        arena: Arena,
+        clock: Clock,
+        tiers: Sequence[Tier] = (),
+        write_policy: WritePolicy = WritePolicy.THROUGH,
+    ) -> None:
+        """`tiers`: what is below the pool, fastest first. The caller opens them before and closes them afterwards."""
         self.arena = arena
         self.pool = Pool(arena)
+        self.transfers = Transfers(self.pool, tiers, write_policy, clock, self._wake)
         self.sessions = LeaseTable(clock)
         self.namespaces: dict[bytes, NamespaceEntry] = {}
         self.counts = Counts()
@@ -98,7 +110,16 @@ class Hierarchy:
                 f"{NAMESPACES_MAX} namespaces are open (namespaces_max); restart the daemon to forget them"
             )
         entry = self.namespaces[digest] = NamespaceEntry(digest, identity, dict(fields), sizes)
+        for tier in self.transfers.tiers:
+            tier.remember(TierNamespace(digest, identity, sizes))
         return entry
+
+    def adopt_namespaces(self) -> None:
+        """Opens the namespaces that the tiers have blocks of, so that they are shown, listed and flushed."""
+        for tier in self.transfers.tiers:
+            for found in tier.namespaces():
+                with contextlib.suppress(InvalidRequest, LimitExceeded, SizeMismatch):
+                    self.open_namespace(found.identity, found.group_bytes)
 
     def keyspace(self, digest: bytes, kv_group: int) -> Keyspace:
         """The directory of one group of an open namespace.
@@ -136,6 +157,20 @@ class Hierarchy:
             return None
         return self._grant(session, keyspace, run, False, request_id)  # type: ignore[arg-type]
 
+    async def available(self, keyspace: Keyspace, keys: Sequence[bytes]) -> int:
+        """Length of the leading run that is available in any tier. Pins nothing and changes nothing."""
+        ready = self.lookup(keyspace, keys)
+        if ready == len(keys) or not self.transfers.tiers:
+            return ready
+        return ready + await self.transfers.available(keyspace, keys[ready:])
+
+    async def promote(self, session: Session, keyspace: Keyspace, keys: Sequence[bytes], ready: int) -> int:
+        """Brings up what comes after the first `ready` keys. Returns how many of those are on their way."""
+        if ready == len(keys) or not self.transfers.tiers or self.draining:
+            return 0
+        parent = keys[ready - 1] if ready else None
+        return await self.transfers.promote(session.group, keyspace, keys[ready:], parent)
+
     async def select(
         self,
         session: Session,
@@ -165,6 +200,11 @@ class Hierarchy:
             left = deadline - loop.time()
             if missing is None or left <= 0 or self.draining:
                 break
+            if missing not in keyspace.blocks and self.transfers.tiers:
+                await self.promote(session, keyspace, keys, len(run))
+                # Whatever came up meanwhile woke nobody, since nobody waited yet: look before waiting.
+                if missing in keyspace.blocks:
+                    continue
             await self._wait_for(keyspace, missing, left)
             # The world has changed: keys came and went, other callers claimed, this session may have ended. Nothing
             # that was seen above is used again.
@@ -205,7 +245,11 @@ class Hierarchy:
         if drop:
             for block in run:
                 block.claim = lease.id
-        self.counts.hits["cpu"] += len(run)
+        if keyspace.fresh:
+            sources = Counter(keyspace.fresh.pop(block.key, "cpu") for block in run)
+            self.counts.hits.update(sources)
+        else:
+            self.counts.hits["cpu"] += len(run)
         self.counts.bytes["read"] += len(run) * keyspace.block_bytes
         return lease
 
@@ -241,6 +285,17 @@ class Hierarchy:
                 del session.leases[lease.id]
                 self._end_lease(lease)
         return len(leases), removed
+
+    async def confirm(self, session: Session, lease_ids: Sequence[int], *, hold: bool) -> tuple[int, int]:
+        """As release with `remove`, in every tier.
+
+        The tiers below come first, while the claim still stands: the next caller must not find a copy there.
+        """
+        for lease in [session.leases[each] for each in lease_ids if each in session.leases]:
+            if lease.drop and lease.blocks and self.transfers.tiers:
+                await self.transfers.delete(lease.blocks[0].keyspace, [block.key for block in lease.blocks])
+        # The session may have ended meanwhile, and its leases with it: release skips what is not there.
+        return self.release(session, lease_ids, remove=True, hold=hold)
 
     def forget(self, session: Session, request_id: int) -> None:
         """The client never saw the answer to a request: what it took goes back, also if the request comes only now."""
@@ -326,7 +381,7 @@ class Hierarchy:
             raise InvalidRequest(f"{len(offsets)} slots and {len(keys)} keys: each slot needs one key")
         self.check_keys(keys)
         blocks, before = keyspace.blocks, keyspace.blocks.get(parent) if parent else None
-        outcomes, chain = [], []
+        outcomes, chain, fates = [], [], []
         for offset, key in zip(offsets, keys, strict=True):
             reservation = session.reserved.get(offset)
             if reservation is None or reservation.keyspace is not keyspace:
@@ -344,8 +399,13 @@ class Hierarchy:
                 if keyspace.waiters:
                     self._wake(keyspace, key)
             chain.append(block)
+            fates.append(outcomes[-1])
             before = block
         self.pool.touch(chain)
+        if self.transfers.tiers:
+            self.transfers.offer(
+                [block for block, outcome in zip(chain, fates, strict=True) if outcome is Outcome.STORED]
+            )
         for outcome, number in Counter(outcomes).items():
             self.counts.stores[outcome.name.lower()] += number
         self.counts.bytes["stored"] += outcomes.count(Outcome.STORED) * keyspace.block_bytes
@@ -375,6 +435,26 @@ class Hierarchy:
         """
         found = [block for block in map(keyspace.blocks.get, keys) if block is not None]
         return sum(self.pool.remove(block, "deleted") for block in found)
+
+    async def delete_everywhere(self, keyspace: Keyspace, keys: Sequence[bytes]) -> int:
+        """As delete, in every tier. Returns how many keys were in the pool, or in the tier that had the most."""
+        removed = self.delete(keyspace, keys)
+        return max(removed, await self.transfers.delete(keyspace, keys)) if self.transfers.tiers else removed
+
+    async def flush_everywhere(self, digest: bytes | None) -> int:
+        """Removes a namespace (None: all) from every tier. Returns how many blocks were in the fullest one.
+
+        Raises:
+            UnknownNamespace: it was never opened in this life of the daemon.
+        """
+        if digest is not None:
+            self.keyspace(digest, 0)
+        with self.transfers.flushing(digest, self._keyspaces(digest)):
+            removed = 0
+            while step := self.flush(digest, _STEP_BLOCKS):
+                removed += step
+                await asyncio.sleep(0)  # engines come first; what they store meanwhile is flushed too
+            return max(removed, await self.transfers.delete_namespace(digest))
 
     def flush(self, digest: bytes | None, limit: int) -> int:
         """Removes up to `limit` blocks of a namespace (None: of all). Call again until it gives less than that.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
 from kvstore.arena import GRANULE_BYTES, Arena, Segment
@@ -48,6 +48,9 @@ class Pool:
         block_count: Blocks that rest here, doomed ones included.
         removed: Blocks that left, by cause.
         segment_moves: Segments that changed their slot size under pressure.
+        may_leave: Asked before an unpinned block is evicted. False: whoever answered has pinned it, and removes it
+            later.
+        dirty_stays: Whether blocks without a copy below keep their segment from changing its slot size.
         population_failed: Whether population ended early for want of memory: what is there is all there will be.
     """
 
@@ -58,6 +61,8 @@ class Pool:
         self.removed: Counter[str] = Counter()
         self.segment_moves = 0
         self.population_failed = False
+        self.may_leave: Callable[[Block], bool] = lambda block: True
+        self.dirty_stays = False
         self._ticker = Ticker()
         self._homes: dict[int, list[Home]] = {}
 
@@ -115,8 +120,12 @@ class Pool:
     def unpin(self, block: Block) -> None:
         """Takes one pin off."""
         block.pins -= 1
-        if not block.pins and block.state is BlockState.DOOMED:
+        if block.pins:
+            return
+        if block.state is BlockState.DOOMED:
             self._free_slot(block)
+        elif not block.tick:  # its turn to leave came while it was pinned
+            self.touch([block])
 
     @property
     def free_bytes(self) -> int:
@@ -191,7 +200,7 @@ class Pool:
                 return False
             block = min(ages, key=lambda pair: pair[0])[1].policy.pop()
             # A pinned one is left out of the order here; the end of its lease touches it and so puts it back.
-            if block is not None and not block.pins:
+            if block is not None and not block.pins and self.may_leave(block):
                 self._unlink(block, "evicted")
                 self._free_slot(block)
                 return True
@@ -224,7 +233,7 @@ class Pool:
             return (
                 segment.slot_bytes != slot_bytes
                 and not segment.reserved
-                and all(not block.pins for block in self._blocks_in(segment))
+                and all(not block.pins and (block.below or not self.dirty_stays) for block in self._blocks_in(segment))
             )
 
         others = [home for size, homes in self._homes.items() if size != slot_bytes for home in homes]
@@ -245,6 +254,7 @@ class Pool:
             if coldest is not None:
                 for segment in coldest[1]:
                     for block in list(self._blocks_in(segment)):
+                        self.may_leave(block)
                         self._unlink(block, "evicted")
                         self._free_slot(block)
                 self.segment_moves += len(coldest[1])
@@ -262,6 +272,7 @@ class Pool:
         """Takes a block out of the directory: from here on it does not answer."""
         del block.keyspace.blocks[block.key]
         block.home.policy.forget(block)
+        block.keyspace.fresh.pop(block.key, None)
         block.state = BlockState.DOOMED
         self.removed[cause] += 1
 

@@ -199,7 +199,7 @@ class EngineService(_Servicer, engine_pb2_grpc.EngineServicer):
         self._hierarchy.sessions.session(request.session)
         self._check_count(len(request.keys))
         keyspace = self._hierarchy.keyspace(request.namespace, request.group)
-        return engine_pb2.LookupReply(available=self._hierarchy.lookup(keyspace, request.keys))
+        return engine_pb2.LookupReply(available=await self._hierarchy.available(keyspace, request.keys))
 
     @_method
     async def Acquire(self, request: engine_pb2.AcquireRequest, context: Any) -> Any:
@@ -238,7 +238,10 @@ class EngineService(_Servicer, engine_pb2_grpc.EngineServicer):
         session = self._hierarchy.sessions.session(request.session)
         for request_id in request.forget:
             self._hierarchy.forget(session, request_id)
-        released, removed = self._hierarchy.release(session, request.leases, remove=request.remove, hold=request.hold)
+        if request.remove:
+            released, removed = await self._hierarchy.confirm(session, request.leases, hold=request.hold)
+        else:
+            released, removed = self._hierarchy.release(session, request.leases)
         return engine_pb2.ReleaseReply(released=released, removed=removed)
 
     # -- writing ---------------------------------------------------------------------------------------------------
@@ -280,7 +283,7 @@ class EngineService(_Servicer, engine_pb2_grpc.EngineServicer):
     async def Delete(self, request: engine_pb2.DeleteRequest, context: Any) -> Any:
         _, keyspace = self._session_and_keyspace(request.session, request.namespace, request.group)
         self._check_count(len(request.keys))
-        return engine_pb2.DeleteReply(removed=self._hierarchy.delete(keyspace, request.keys))
+        return engine_pb2.DeleteReply(removed=await self._hierarchy.delete_everywhere(keyspace, request.keys))
 
     # -- helpers ---------------------------------------------------------------------------------------------------
 
@@ -356,11 +359,7 @@ class AdminService(_Servicer, admin_pb2_grpc.AdminServicer):
 
     @_method
     async def Flush(self, request: admin_pb2.FlushRequest, context: Any) -> Any:
-        removed = 0
-        while step := self._hierarchy.flush(_digest(request.namespace), _STEP_BLOCKS):
-            removed += step
-            await asyncio.sleep(0)  # engines come first; what they store meanwhile is flushed too
-        return admin_pb2.FlushReply(removed=removed)
+        return admin_pb2.FlushReply(removed=await self._hierarchy.flush_everywhere(_digest(request.namespace)))
 
     @_method
     async def Evict(self, request: admin_pb2.EvictRequest, context: Any) -> Any:

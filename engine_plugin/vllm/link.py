@@ -117,13 +117,14 @@ class Commit:
 
 @dataclasses.dataclass(slots=True)
 class _Work:
+    flush: bool = False
     queries: list[Query] = dataclasses.field(default_factory=list)
     commits: list[Commit] = dataclasses.field(default_factory=list)
     aborts: list[tuple[bytes, np.ndarray]] = dataclasses.field(default_factory=list)
     releases: list[Grant] = dataclasses.field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.queries or self.commits or self.aborts or self.releases)
+        return bool(self.flush or self.queries or self.commits or self.aborts or self.releases)
 
 
 class DaemonLink:
@@ -157,7 +158,8 @@ class DaemonLink:
         self._stock_used_at = -STOCK_IDLE_S
         self._stock_retry_at = 0.0
         self._broken_until = 0.0
-        self._flushing = False
+        self._flushes_wanted = 0
+        self._flushes_done = 0
         self._stop = False
         self._was_attached: bool | None = None
         self._counts: Counter[tuple[str, str]] = Counter()
@@ -176,7 +178,7 @@ class DaemonLink:
         """Why no lookup can be asked now; empty if it can."""
         if not self._client.attached:
             return "unavailable"
-        if self._flushing:
+        if self._flushes_done != self._flushes_wanted:
             return "flushing"
         return "silent" if self._now() < self._broken_until else ""
 
@@ -242,7 +244,8 @@ class DaemonLink:
         with self._lock:
             self._work.aborts += [(commit.generation, commit.offsets) for commit in self._work.commits]
             self._work.commits.clear()
-            self._flushing = True
+            self._work.flush = True
+            self._flushes_wanted += 1
             self._wake.notify()
 
     def take_counts(self) -> Counter[tuple[str, str]]:
@@ -282,9 +285,10 @@ class DaemonLink:
         with self._lock:
             work, self._work = self._work, _Work()
             stop = self._stop
+            flushes = self._flushes_wanted
         self._note_attachment()
-        if self._flushing:
-            self._do_flush()
+        if self._flushes_done != flushes and not self._call("flush", self._client.flush)[1]:
+            self._flushes_done = flushes  # else the next turn tries again; nothing is promised until it has worked
         if work.queries:
             self._do_queries(work.queries)
         for commit in work.commits:
@@ -311,10 +315,6 @@ class DaemonLink:
             elif self._was_attached:
                 log.warning("kvstore: the daemon is gone; going on without the cache until it is back")
             self._was_attached = attached
-
-    def _do_flush(self) -> None:
-        # Nothing is promised until it has worked; the next turn tries again.
-        self._flushing = bool(self._call("flush", self._client.flush)[1])
 
     def _do_queries(self, queries: list[Query]) -> None:
         now = self._now()

@@ -35,6 +35,9 @@ LAYERS: dict[str, set[str]] = {
     # The books: blocks know the group that owns them, and a lease knows its blocks.
     "kvstore.directory": {"kvstore.arena", "kvstore.blocks", "kvstore.leases", "kvstore.policy"},
     "kvstore.leases": {"kvstore.blocks", "kvstore.clock", "kvstore.directory", "kvstore.errors"},
+    "kvstore.pool": {"kvstore.arena", "kvstore.directory", "kvstore.leases", "kvstore.policy"},
+    "kvstore.tier": {"kvstore.blocks", "kvstore.errors"},
+    "kvstore.tiers": {"kvstore.blocks", "kvstore.config", "kvstore.errors", "kvstore.tier", "kvstore.tiers"},
     "kvstore.hierarchy": {
         "kvstore.arena",
         "kvstore.blocks",
@@ -43,6 +46,8 @@ LAYERS: dict[str, set[str]] = {
         "kvstore.errors",
         "kvstore.leases",
         "kvstore.policy",
+        "kvstore.pool",
+        "kvstore.tier",
     },
     "kvstore.stats": {"kvstore.arena", "kvstore.hierarchy"},
     "kvstore.wire": {"kvstore.blocks", "kvstore.endpoint", "kvstore.errors", "kvstore.wire"},
@@ -76,6 +81,7 @@ LAYERS: dict[str, set[str]] = {
         "kvstore.errors",
         "kvstore.hierarchy",
         "kvstore.leases",
+        "kvstore.pool",
         "kvstore.wire",
     },
     "kvstore.cli": {

@@ -1,0 +1,381 @@
+"""Moves copies between the pool and the tiers below it: promotion up, copy-down down.
+
+On the hierarchy's thread; tiers move the bytes on executors of their own. Both directions hold what they touch: a block
+that is being copied down has a pin, a slot that is being filled from below is taken and not yet a block.
+
+Copy-down
+    ``through``: a block is copied down as soon as it is committed. ``back``: when its turn to leave has come. Either
+    way the queue is bounded, in bytes; what does not fit is not copied (counted): the block stays in the pool and is
+    lost when it leaves. Stores never wait for a tier, loads even less.
+Promotion
+    One for each key, however many ask. It ends with the block in the pool, or with the knowledge that it cannot be had;
+    in both cases whoever waits for the key looks again. A key that could not be read is not tried again for RETRY_S.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import enum
+from collections import Counter, deque
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from typing import Final
+
+from kvstore.clock import Clock
+from kvstore.directory import Block, BlockState, Keyspace, Promotion
+from kvstore.leases import Group
+from kvstore.pool import Pool
+from kvstore.tier import ReadOutcome, Tier, TierState, WriteOutcome
+
+#: Share of the pool that may be pinned by copy-down, and taken by promotion.
+_SHARE: Final = 0.25
+#: Bytes of one call to a tier: many of its extents, and still soon done.
+_BATCH_BYTES: Final = 32 << 20
+_BATCH_BLOCKS: Final = 512
+#: Batches of copy-down under way at once for each tier.
+_WRITES: Final = 2
+READ_DEADLINE_S: Final = 10.0
+WRITE_DEADLINE_S: Final = 30.0
+#: How long a key that a tier promised and could not give counts as absent.
+RETRY_S: Final = 5.0
+_FAILED_MAX: Final = 65_536
+
+
+class WritePolicy(enum.Enum):
+    """When a block is copied to the tier below."""
+
+    THROUGH = "through"
+    BACK = "back"
+
+
+class Transfers:
+    """See the module.
+
+    Args:
+        tiers: Fastest first.
+        wake: Called for each key whose promotion has ended, one way or the other.
+
+    Attributes:
+        counts: What happened: promoted, copied, and what was not and why. Only ever grows.
+        held: Blocks that wait for copy-down or are being copied; each has one pin of ours.
+        lost_slots: Slots that a hanging medium may still touch. They are never used again.
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        tiers: Sequence[Tier],
+        policy: WritePolicy,
+        clock: Clock,
+        wake: Callable[[Keyspace, bytes], None],
+    ) -> None:
+        self.tiers = tuple(tiers)
+        self.counts: Counter[str] = Counter()
+        self.held: set[Block] = set()
+        self.lost_slots: set[int] = set()
+        self._pool = pool
+        self._policy = policy
+        self._clock = clock
+        self._wake = wake
+        self._bytes_max = int(pool.arena.size_bytes * _SHARE)
+        self._queued_bytes = 0
+        self._coming_bytes = 0
+        #: Blocks to copy down, oldest first; True: the block leaves the pool afterwards.
+        self._queue: deque[tuple[Block, bool]] = deque()
+        self._writing = 0
+        self._failed: dict[bytes, float] = {}
+        #: Names that are being removed: until that is done, the tiers may still have them, and nobody may get them.
+        self._removing: Counter[bytes] = Counter()
+        self._flushing: Counter[bytes | None] = Counter()
+        self._tasks: set[asyncio.Task[None]] = set()
+        if self.tiers:
+            pool.may_leave = self._may_leave
+            pool.dirty_stays = policy is WritePolicy.BACK
+
+    # -- down ------------------------------------------------------------------------------------------------------
+
+    def offer(self, blocks: Iterable[Block]) -> None:
+        """Takes note of blocks that were committed just now."""
+        if self.tiers and self._policy is WritePolicy.THROUGH:
+            for block in blocks:
+                self._enqueue(block, leaves=False)
+            self._start_writing()
+
+    def _may_leave(self, block: Block) -> bool:
+        """Whether the pool may free a block now. If not, it leaves by itself once it is copied."""
+        if block.below:
+            # From now on the copy below is the only one: its recency is that of this block.
+            for tier in self.tiers:
+                tier.touch([block.name])
+            return True
+        if self._policy is WritePolicy.BACK and self._enqueue(block, leaves=True):
+            self._start_writing()
+            return False
+        return True
+
+    def _enqueue(self, block: Block, *, leaves: bool) -> bool:
+        size = block.keyspace.slot_bytes
+        if block in self.held:
+            return False
+        if self._queued_bytes + size > self._bytes_max and self._queued_bytes:
+            self.counts["not_copied_queue_full"] += 1
+            return False
+        self._queued_bytes += size
+        block.pins += 1
+        self.held.add(block)
+        self._queue.append((block, leaves))
+        return True
+
+    def _start_writing(self) -> None:
+        while self._queue and self._writing < _WRITES:
+            batch: list[tuple[Block, bool]] = []
+            size = 0
+            while self._queue and len(batch) < _BATCH_BLOCKS and (not batch or size < _BATCH_BYTES):
+                batch.append(self._queue.popleft())
+                size += batch[-1][0].keyspace.slot_bytes
+            self._writing += 1
+            self._spawn(self._copy_down(batch))
+
+    async def _copy_down(self, batch: list[tuple[Block, bool]]) -> None:
+        lost: set[Block] = set()
+        try:
+            for tier in self.tiers:
+                # Removed by a caller while it waited: nobody wants a copy.
+                blocks = [block for block, _ in batch if block.state is BlockState.READY and block not in lost]
+                if not blocks:
+                    break
+                outcomes = await tier.write(
+                    [(block.name, self._view(block.keyspace, block.offset)) for block in blocks], WRITE_DEADLINE_S
+                )
+                removed: list[bytes] = []
+                for block, outcome in zip(blocks, outcomes, strict=True):
+                    self.counts[f"{tier.name}_write_{outcome.value}"] += 1
+                    if outcome is WriteOutcome.BUFFER_LOST:
+                        lost.add(block)
+                    elif outcome in (WriteOutcome.STORED, WriteOutcome.EXISTS):
+                        # The world has changed while the bytes moved: a block that was removed since then must not come
+                        # back from below.
+                        if block.state is BlockState.DOOMED:
+                            removed.append(block.name)
+                        else:
+                            block.below = True
+                if removed:
+                    # In the same step as the write came back, so that nobody sees them in between.
+                    self._removing.update(removed)
+                    await tier.delete(removed)
+                    self._removing.subtract(removed)
+                    self._removing = +self._removing
+        finally:
+            self._writing -= 1
+            for block, leaves in batch:
+                self.held.discard(block)
+                self._queued_bytes -= block.keyspace.slot_bytes
+                if block in lost:
+                    # Its pin stays for good: the medium may read the slot at any time.
+                    self.lost_slots.add(block.offset)
+                    self._pool.remove(block, "buffer_lost")
+                    continue
+                self._pool.unpin(block)
+                if leaves and block.state is BlockState.READY and not block.pins:
+                    self._pool.remove(block, "evicted")
+            self._start_writing()
+
+    # -- up --------------------------------------------------------------------------------------------------------
+
+    async def available(self, keyspace: Keyspace, keys: Sequence[bytes]) -> int:
+        """How many of these keys, from the first on, are in a tier or on their way up."""
+        return self._run(keyspace, keys, await self._sources(keyspace, keys))
+
+    async def promote(self, group: Group, keyspace: Keyspace, keys: Sequence[bytes], parent: bytes | None) -> int:
+        """Brings keys up that are not in the pool. Returns how many of them, from the first on, are on their way.
+
+        Args:
+            group: Whose share the blocks are counted in.
+            parent: The key before keys[0], if any.
+        """
+        sources = await self._sources(keyspace, keys)
+        # The tiers may have taken their time: keys were committed, and other callers began to bring them up.
+        run = self._run(keyspace, keys, sources)
+        wanted = [
+            index for index in range(run) if keys[index] not in keyspace.coming and keys[index] not in keyspace.blocks
+        ]
+        slot_bytes = keyspace.slot_bytes
+        room = (self._bytes_max - self._coming_bytes) // slot_bytes
+        limit = max(room, 0 if self._coming_bytes else 1)
+        if len(wanted) > limit:
+            # The rest comes up when it is asked for again.
+            run = wanted[limit]
+            del wanted[limit:]
+        taken = self._pool.take(group, slot_bytes, len(wanted)) if wanted else None
+        if taken is not None and taken.shortfall is not None:
+            self.counts[f"not_promoted_{taken.shortfall.value}"] += len(wanted) - len(taken.offsets)
+            if len(taken.offsets) < len(wanted):
+                run = wanted[len(taken.offsets)]
+        batches: dict[Tier, list[Promotion]] = {}
+        for index, offset in zip(wanted, taken.offsets if taken else (), strict=False):
+            source = sources[index]
+            assert source is not None
+            promotion = Promotion(keys[index], keyspace, offset, keys[index - 1] if index else parent, group)
+            keyspace.coming[keys[index]] = promotion
+            self._coming_bytes += slot_bytes
+            batch = batches.setdefault(source, [])
+            batch.append(promotion)
+            if len(batch) * slot_bytes >= _BATCH_BYTES or len(batch) == _BATCH_BLOCKS:
+                self._spawn(self._bring_up(source, batches.pop(source)))
+        for source, batch in batches.items():
+            self._spawn(self._bring_up(source, batch))
+        return run
+
+    async def _sources(self, keyspace: Keyspace, keys: Sequence[bytes]) -> list[Tier | None]:
+        """The fastest tier that has each key."""
+        names = [keyspace.prefix + key for key in keys]
+        now = self._clock.monotonic()
+        sources: list[Tier | None] = [None] * len(keys)
+        for tier in self.tiers:
+            missing = [index for index, source in enumerate(sources) if source is None]
+            if not missing or tier.state is TierState.FAILED:
+                continue
+            for index, size in zip(missing, await tier.stat([names[index] for index in missing]), strict=True):
+                if size == keyspace.block_bytes and self._failed.get(names[index], 0.0) <= now:
+                    sources[index] = tier
+        if self._flushing and (None in self._flushing or keyspace.namespace.digest in self._flushing):
+            return [None] * len(keys)
+        if self._removing:
+            sources = [None if name in self._removing else source for name, source in zip(names, sources, strict=True)]
+        return sources
+
+    @staticmethod
+    def _run(keyspace: Keyspace, keys: Sequence[bytes], sources: Sequence[Tier | None]) -> int:
+        for index, (key, source) in enumerate(zip(keys, sources, strict=True)):
+            if source is None and key not in keyspace.coming and key not in keyspace.blocks:
+                return index
+        return len(keys)
+
+    async def _bring_up(self, tier: Tier, batch: list[Promotion]) -> None:
+        outcomes = [ReadOutcome.FAILED] * len(batch)
+        try:
+            outcomes = await tier.read(
+                [
+                    (promotion.keyspace.prefix + promotion.key, self._view(promotion.keyspace, promotion.offset))
+                    for promotion in batch
+                ],
+                READ_DEADLINE_S,
+            )
+        finally:
+            for promotion, outcome in zip(batch, outcomes, strict=True):
+                self.counts[f"{tier.name}_read_{outcome.value}"] += 1
+                self._finish(promotion, outcome, tier.name)
+            tier.touch([promotion.keyspace.prefix + promotion.key for promotion in batch])
+
+    def _finish(self, promotion: Promotion, outcome: ReadOutcome, tier_name: str) -> None:
+        """One key has come up, or will not. The world may have changed since it was asked for: it may have been
+        committed by a client (then that copy stays) or removed (then nothing may come back).
+        """
+        keyspace, key = promotion.keyspace, promotion.key
+        self._coming_bytes -= keyspace.slot_bytes
+        if keyspace.coming.get(key) is promotion:
+            del keyspace.coming[key]
+        if outcome is ReadOutcome.OK and not promotion.cancelled and key not in keyspace.blocks:
+            parent = keyspace.blocks.get(promotion.parent) if promotion.parent is not None else None
+            block = self._pool.place(key, keyspace, promotion.offset, parent, promotion.group)
+            block.below = True
+            self._pool.touch([block])
+            keyspace.fresh[key] = tier_name
+        elif outcome is ReadOutcome.BUFFER_LOST:
+            # Never given back: the medium may write into it at any time.
+            self.lost_slots.add(promotion.offset)
+        else:
+            self._pool.give_back(promotion.group, promotion.offset)
+        if outcome in (ReadOutcome.FAILED, ReadOutcome.BUFFER_LOST):
+            self._remember_failure(keyspace.prefix + key)
+        self._wake(keyspace, key)
+
+    def _remember_failure(self, name: bytes) -> None:
+        now = self._clock.monotonic()
+        if len(self._failed) >= _FAILED_MAX:
+            self._failed = {each: until for each, until in self._failed.items() if until > now}
+        if len(self._failed) < _FAILED_MAX:
+            self._failed[name] = now + RETRY_S
+
+    # -- removal ---------------------------------------------------------------------------------------------------
+
+    async def delete(self, keyspace: Keyspace, keys: Sequence[bytes]) -> int:
+        """Removes keys from every tier, and stops those that are on their way up. Returns the most that one tier
+        had.
+        """
+        names = [keyspace.prefix + key for key in keys]
+        self._removing.update(names)
+        try:
+            for key in keys:
+                self._cancel(keyspace, key)
+            return max([await tier.delete(names) for tier in self.tiers], default=0)
+        finally:
+            self._removing.subtract(names)
+            for name in names:
+                if not self._removing[name]:
+                    del self._removing[name]
+
+    @contextlib.contextmanager
+    def flushing(self, digest: bytes | None, keyspaces: Iterable[Keyspace]) -> Iterator[None]:
+        """While a namespace (None: every one) is being flushed, nothing of it comes up."""
+        for keyspace in keyspaces:
+            for key in list(keyspace.coming):
+                self._cancel(keyspace, key)
+        self._flushing[digest] += 1
+        try:
+            yield
+        finally:
+            self._flushing[digest] -= 1
+            if not self._flushing[digest]:
+                del self._flushing[digest]
+
+    async def delete_namespace(self, digest: bytes | None) -> int:
+        """Removes a namespace (None: all) from every tier. Returns the most blocks that one tier had."""
+        return max([await tier.delete_namespace(digest) for tier in self.tiers], default=0)
+
+    def _cancel(self, keyspace: Keyspace, key: bytes) -> None:
+        promotion = keyspace.coming.pop(key, None)
+        if promotion is not None:
+            promotion.cancelled = True
+            self._wake(keyspace, key)
+
+    # -- life ------------------------------------------------------------------------------------------------------
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is queued or under way."""
+        return not self._queue and not self._tasks
+
+    @property
+    def queued_bytes(self) -> int:
+        """Bytes that wait for copy-down or are being copied."""
+        return self._queued_bytes
+
+    async def settle(self, timeout_s: float, blocks: Iterable[Block] = ()) -> bool:
+        """Copies down what is queued, and blocks that have no copy below. Returns whether all of it was done in
+        time.
+        """
+        left = deque(blocks) if self.tiers else deque()
+        try:
+            async with asyncio.timeout(timeout_s):
+                while left or not self.idle:
+                    while left:
+                        block = left[0]
+                        copied = block.below or block.state is BlockState.DOOMED or block in self.held
+                        if not copied and not self._enqueue(block, leaves=False):
+                            break
+                        left.popleft()
+                    self._start_writing()
+                    if self._tasks:
+                        await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
+        except TimeoutError:
+            return False
+        return True
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _view(self, keyspace: Keyspace, offset: int) -> memoryview:
+        return self._pool.arena.memory.buffer[offset : offset + keyspace.block_bytes]

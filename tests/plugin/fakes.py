@@ -1,0 +1,217 @@
+"""A daemon in memory behind the engine-level calls of `kvstore.Client`, that can die, come back and fall silent.
+
+The real client and daemon are tested elsewhere; here the order of events is what matters, so they happen when told.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from kvstore.errors import DaemonUnavailable, DeadlineExceeded, StaleGeneration
+
+SLOT_BYTES = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class FakeLease:
+    id: int
+    generation: bytes
+    offsets: np.ndarray
+    epochs: np.ndarray
+    pending: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class FakeReservation:
+    generation: bytes
+    offsets: np.ndarray
+    epochs: np.ndarray
+    shortfall: str | None
+
+
+class FakeArena:
+    """The mapping of one life of the daemon. Stays readable after the daemon has died."""
+
+    def __init__(self, generation: bytes, slots: int) -> None:
+        self.generation = generation
+        self.memory = np.zeros((slots, SLOT_BYTES), np.uint8)
+        self.epochs = np.zeros(slots, np.uint32)
+        self.size_bytes = self.memory.nbytes
+        self.address = self.memory.ctypes.data
+
+    def epochs_of(self, offsets: np.ndarray) -> np.ndarray:
+        return self.epochs[(offsets // SLOT_BYTES).astype(np.int64)]
+
+    def slot(self, offset: int) -> np.ndarray:
+        return self.memory[int(offset) // SLOT_BYTES]
+
+
+class FakeDaemon:
+    """Attributes:
+    up: There is a daemon.
+    silent: It takes calls and does not answer.
+    """
+
+    _generations = itertools.count(1)
+
+    def __init__(self, slots: int = 64) -> None:
+        self.slots = slots
+        self.up = False
+        self.silent = False
+        self.start()
+
+    def start(self) -> None:
+        self.up = True
+        self.arena = FakeArena(f"generation {next(self._generations)}".encode(), self.slots)
+        self.free = set(range(self.slots))
+        self.reserved: set[int] = set()
+        self.blocks: dict[bytes, int] = {}
+        self.leases: dict[int, list[int]] = {}
+        self.calls: list[str] = []
+        self._lease_ids = itertools.count(1)
+
+    def die(self) -> None:
+        self.up = False
+
+    def pins(self, slot: int) -> int:
+        return sum(slots.count(slot) for slots in self.leases.values())
+
+    def evict(self, key: bytes) -> None:
+        """Removes a block if nobody has pinned it."""
+        slot = self.blocks[key]
+        if not self.pins(slot):
+            del self.blocks[key]
+            self._to_free(slot)
+
+    def _to_free(self, slot: int) -> None:
+        self.arena.epochs[slot] += 1
+        self.arena.memory[slot] = 0
+        self.free.add(slot)
+
+    def check(self) -> None:
+        """Every slot is in exactly one place."""
+        places = sorted([*self.free, *self.reserved, *self.blocks.values()])
+        assert places == list(range(self.slots))
+
+
+class FakeClient:
+    """One session. Attaches again as soon as the daemon is back and `attach` is called."""
+
+    def __init__(self, daemon: FakeDaemon) -> None:
+        self.daemon = daemon
+        self.arena: FakeArena | None = None
+        self.closed = False
+        self.attach()
+
+    def attach(self) -> None:
+        self.arena = self.daemon.arena if self.daemon.up else None
+
+    @property
+    def attached(self) -> bool:
+        return self.arena is not None and self.daemon.up and not self.closed
+
+    @property
+    def generation(self) -> bytes | None:
+        return self.arena.generation if self.arena is not None and self.daemon.up else None
+
+    def _call(self, name: str) -> FakeDaemon:
+        if not self.daemon.up or self.arena is None or self.closed:
+            raise DaemonUnavailable("no daemon")
+        if self.daemon.silent:
+            raise DeadlineExceeded("no answer")
+        if self.arena is not self.daemon.arena:
+            raise StaleGeneration("another life")
+        self.daemon.calls.append(name)
+        return self.daemon
+
+    def reserve(self, count: int) -> FakeReservation:
+        daemon = self._call("reserve")
+        taken = sorted(daemon.free)[:count]
+        daemon.free -= set(taken)
+        daemon.reserved |= set(taken)
+        slots = np.array(taken, np.int64)
+        return FakeReservation(
+            daemon.arena.generation,
+            (slots * SLOT_BYTES).astype(np.uint64),
+            daemon.arena.epochs[slots],
+            "pinned" if len(taken) < count else None,
+        )
+
+    def commit(
+        self,
+        generation: bytes,
+        offsets: np.ndarray,
+        keys: Sequence[bytes],
+        *,
+        kv_group: int = 0,
+        parent: bytes | None = None,
+    ) -> np.ndarray:
+        daemon = self._call("commit")
+        if generation != daemon.arena.generation:
+            raise StaleGeneration("another life")
+        outcomes = []
+        for offset, key in zip(offsets.tolist(), keys, strict=True):
+            slot = int(offset) // SLOT_BYTES
+            if slot not in daemon.reserved:
+                outcomes.append(3)
+                continue
+            daemon.reserved.remove(slot)
+            if key in daemon.blocks:
+                daemon._to_free(slot)
+                outcomes.append(2)
+            else:
+                daemon.blocks[key] = slot
+                outcomes.append(1)
+        return np.array(outcomes, np.uint8)
+
+    def abort(self, generation: bytes, offsets: np.ndarray) -> int:
+        daemon = self._call("abort")
+        slots = {int(offset) // SLOT_BYTES for offset in offsets.tolist()} & daemon.reserved
+        if generation != daemon.arena.generation:
+            return 0
+        daemon.reserved -= slots
+        for slot in slots:
+            daemon._to_free(slot)
+        return len(slots)
+
+    def acquire(self, queries: Sequence[tuple[int, Sequence[bytes]]]) -> list[FakeLease]:
+        daemon = self._call("acquire")
+        leases = []
+        for _group, keys in queries:
+            run = list(itertools.takewhile(lambda key: key in daemon.blocks, keys))
+            slots = np.array([daemon.blocks[key] for key in run], np.int64)
+            lease_id = next(daemon._lease_ids) if run else 0
+            if run:
+                daemon.leases[lease_id] = slots.tolist()
+            leases.append(
+                FakeLease(
+                    lease_id,
+                    daemon.arena.generation,
+                    (slots * SLOT_BYTES).astype(np.uint64),
+                    daemon.arena.epochs[slots],
+                )
+            )
+        return leases
+
+    def lookup(self, keys: Sequence[bytes]) -> int:
+        daemon = self._call("lookup")
+        return len(list(itertools.takewhile(lambda key: key in daemon.blocks, keys)))
+
+    def release(self, leases: Iterable[FakeLease]) -> int:
+        daemon = self._call("release")
+        mine = [lease for lease in leases if lease.generation == daemon.arena.generation]
+        return sum(daemon.leases.pop(lease.id, None) is not None for lease in mine)
+
+    def flush(self) -> int:
+        daemon = self._call("flush")
+        keys = [key for key in daemon.blocks if not daemon.pins(daemon.blocks[key])]
+        for key in keys:
+            daemon.evict(key)
+        return len(keys)
+
+    def close(self) -> None:
+        self.closed = True

@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from engine_plugin.vllm import compat
+from engine_plugin.vllm.guard import RateLimitedLog, guarded
+from engine_plugin.vllm.settings import PluginSettings, parse_settings
+from kvstore.errors import ConfigError
+
+
+def test_native_keys_and_ours() -> None:
+    settings = parse_settings(
+        {
+            "block_size": 64,
+            "cpu_bytes_to_use": 1e9,
+            "kvstore.endpoint": "unix:/x/y.sock",
+            "kvstore.autostart": True,
+            "kvstore.verdict_deadline_s": 1,
+        }
+    )
+    assert settings == PluginSettings(
+        share_bytes=1_000_000_000, endpoint="unix:/x/y.sock", autostart=True, verdict_deadline_s=1.0
+    )
+
+
+@pytest.mark.parametrize(
+    ("extra", "says"),
+    [
+        ({"kvstore.endpont": "unix:/x"}, "did you mean 'kvstore.endpoint'"),
+        ({"kvstore.auto_start": True}, "did you mean 'kvstore.autostart'"),
+        ({"kvstore.autostart": "yes"}, "write true or false"),
+        ({"kvstore.timeout_s": -1}, "not negative"),
+        ({"kvstore.timeout_s": 0}, "above 0"),
+        ({"kvstore.copy_threads": True}, "write a number"),
+        ({"kvstore.endpoint": ""}, "not empty"),
+        ({"cpu_bytes_to_use": "much"}, "give bytes as a number"),
+        ({"cpu_bytes_to_use": -1}, "cannot be negative"),
+        ({"kvstore.autostart": True}, "needs 'cpu_bytes_to_use'"),
+    ],
+)
+def test_what_cannot_be_is_refused(extra: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        parse_settings(extra)
+
+
+@pytest.mark.parametrize("version", ["0.32.0", "0.32.1+cpu", "0.33.0"])
+def test_supported_versions(version: str) -> None:
+    compat.require_supported_version(version)
+
+
+@pytest.mark.parametrize("version", ["0.31.9", "0.34.0", "1.0.0", "dev"])
+def test_other_versions_are_refused_with_the_range(version: str) -> None:
+    with pytest.raises(compat.UnsupportedEngine, match=r"0\.32\.x and 0\.33\.x"):
+        compat.require_supported_version(version)
+
+
+def test_a_base_class_that_lost_a_parameter_is_refused() -> None:
+    class Changed:
+        class OffloadingManager:
+            def lookup(self, key: bytes) -> None: ...
+
+    with pytest.raises(compat.UnsupportedEngine, match=r"OffloadingManager\.lookup has no parameter req_context"):
+        compat.require_signatures(find=lambda _name: Changed)
+
+
+def test_a_hook_that_fails_is_counted_and_answered() -> None:
+    from collections import Counter
+
+    class Hooks:
+        def __init__(self) -> None:
+            self.hook_errors: Counter[str] = Counter()
+
+        @guarded(lambda _self, value: -value)
+        def half(self, value: int) -> int:
+            if value % 2:
+                raise ValueError(value)
+            return value // 2
+
+    hooks = Hooks()
+    assert [hooks.half(4), hooks.half(3)] == [2, -3]
+    assert hooks.hook_errors == {"half": 1}
+
+
+def test_log_is_rate_limited_by_kind(caplog: pytest.LogCaptureFixture) -> None:
+    now = [0.0]
+    log = RateLimitedLog(every_s=30, now=lambda: now[0])
+    with caplog.at_level("WARNING", logger="vllm.kvstore"):
+        for _ in range(5):
+            log("a", 30, "first")
+        log("b", 30, "second")
+        now[0] = 31
+        log("a", 30, "first")
+    assert [record.getMessage() for record in caplog.records] == ["first", "second", "first (4 more like this before)"]
