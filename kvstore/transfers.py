@@ -86,6 +86,9 @@ class Transfers:
         self._failed: dict[bytes, float] = {}
         #: Names that are being removed: until that is done, the tiers may still have them, and nobody may get them.
         self._removing: Counter[bytes] = Counter()
+        #: Names of held blocks. What the pool no longer has of them was removed while it was copied down, and the copy
+        #: goes as soon as it is complete.
+        self._held_names: Counter[bytes] = Counter()
         self._flushing: Counter[bytes | None] = Counter()
         self._tasks: set[asyncio.Task[None]] = set()
         if self.tiers:
@@ -123,6 +126,7 @@ class Transfers:
         self._queued_bytes += size
         block.pins += 1
         self.held.add(block)
+        self._held_names[block.name] += 1
         self._queue.append((block, leaves))
         return True
 
@@ -160,15 +164,14 @@ class Transfers:
                         else:
                             block.below = True
                 if removed:
-                    # In the same step as the write came back, so that nobody sees them in between.
-                    self._removing.update(removed)
                     await tier.delete(removed)
-                    self._removing.subtract(removed)
-                    self._removing = +self._removing
         finally:
             self._writing -= 1
             for block, leaves in batch:
                 self.held.discard(block)
+                self._held_names[block.name] -= 1
+                if not self._held_names[block.name]:
+                    del self._held_names[block.name]
                 self._queued_bytes -= block.keyspace.slot_bytes
                 if block in lost:
                     # Its pin stays for good: the medium may read the slot at any time.
@@ -240,8 +243,10 @@ class Transfers:
                     sources[index] = tier
         if self._flushing and (None in self._flushing or keyspace.namespace.digest in self._flushing):
             return [None] * len(keys)
-        if self._removing:
-            sources = [None if name in self._removing else source for name, source in zip(names, sources, strict=True)]
+        # After the tiers' answers, since a removal may have begun while they took their time.
+        hidden = self._removing.keys() | self._held_names.keys()
+        if hidden:
+            return [None if name in hidden else source for name, source in zip(names, sources, strict=True)]
         return sources
 
     @staticmethod
