@@ -178,8 +178,10 @@ class Transfers:
                     self.lost_slots.add(block.offset)
                     self._pool.remove(block, "buffer_lost")
                     continue
+                # One that was read again since its turn came is no longer the coldest, and stays: it is clean now.
+                cold = leaves and not block.tick
                 self._pool.unpin(block)
-                if leaves and block.state is BlockState.READY and not block.pins:
+                if cold and block.state is BlockState.READY and not block.pins:
                     self._pool.remove(block, "evicted")
             self._start_writing()
 

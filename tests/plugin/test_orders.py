@@ -154,6 +154,8 @@ class Engine:
         if good and arena is not None:
             half = SLOT_BYTES // WORKERS
             for key, offset in zip(store.keys, store.slots.offsets, strict=True):
+                if arena is self.daemon.arena:
+                    assert int(offset) // SLOT_BYTES in self.daemon.reserved, "a worker writes into a slot of others"
                 arena.slot(int(offset))[copy.rank * half : (copy.rank + 1) * half] = content_of(key, copy.rank)
         self.stores.report({store.ticket: 1}, () if good else (store.ticket,))
         self.acks[store.ticket] = self.acks.get(store.ticket, 0) + 1
