@@ -1,4 +1,4 @@
-# Each target installs what it needs by itself, into .venv (the core) or .venv-vllm (with vLLM's CPU build, about 2 GB).
+# Each target installs what it needs by itself, into .venv (the core) or .venv-vllm (with vLLM's CPU build, about 4 GB).
 # Needed beforehand: Python 3.11 or newer, make.
 
 PYTHON ?= python3

@@ -71,7 +71,7 @@ def script(seed: int, shape: Shape) -> Iterator[Turn]:
 
 
 def chained_keys(tokens: Sequence[int], block_size: int) -> list[bytes]:
-    """One key for each full block of tokens: a hash of the block's tokens and the key before it, as engines make them."""
+    """One key for each full block of tokens: a hash of its tokens and the key before it, as engines make them."""
     keys: list[bytes] = []
     parent = b""
     for start in range(0, len(tokens) - block_size + 1, block_size):
@@ -82,6 +82,6 @@ def chained_keys(tokens: Sequence[int], block_size: int) -> list[bytes]:
 
 
 def block_content(key: bytes, block_bytes: int) -> npt.NDArray[np.uint8]:
-    """Stands for the KV of a block: every byte follows from the key, so that any process can tell whether it is right."""
+    """Stands for the KV of a block: every byte follows from the key, so any process can tell whether it is right."""
     source = np.random.Generator(np.random.SFC64(int.from_bytes(key, "little")))
     return source.integers(0, 1 << 64, size=-(-block_bytes // 8), dtype=np.uint64).view(np.uint8)[:block_bytes]

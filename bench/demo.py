@@ -1,8 +1,8 @@
 """The main job without engines: a daemon, a prefill process and a decode process hold multi-turn conversations.
 
-For each turn the prefill process loads the longest prefix that is in the pool, computes the rest and stores it; the decode
-process loads the whole prompt, and stores what it said. Each byte that is loaded is compared with what it must be. `make
-demo` runs this; the sizes are options.
+For each turn the prefill process loads the longest prefix that is in the pool, computes the rest and stores it; the
+decode process loads the whole prompt, and stores what it said. Each byte that is loaded is compared with what it must
+be. `make demo` runs this; the sizes are options.
 """
 
 from __future__ import annotations

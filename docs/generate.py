@@ -1,7 +1,7 @@
 """Writes the generated parts of the documents in this folder anew, from the code.
 
-A part stands between ``<!-- generated: NAME -->`` and ``<!-- end -->``. With ``--check`` nothing is written, and the exit
-code is 1 if a part is stale; tests/docs does the same.
+A part stands between ``<!-- generated: NAME -->`` and ``<!-- end -->``. With ``--check`` nothing is written, and the
+exit code is 1 if a part is stale; tests/docs does the same.
 """
 
 from __future__ import annotations

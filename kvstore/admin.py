@@ -108,7 +108,7 @@ class AdminClient:
         request = admin_pb2.FlushRequest(namespace=_digest(digest))
         with client_errors(self.endpoint):
             reply = self._stub.Flush(request, timeout=self._timeout_s)
-        return reply.removed
+        return int(reply.removed)
 
     def evict(self, free_bytes: int) -> tuple[int, int]:
         """Evicts the coldest unpinned blocks until so many bytes are free. Blocks evicted, and bytes free now."""

@@ -347,6 +347,18 @@ class Arena:
         self._segment_at[start : start + segment.granules] = [None] * segment.granules
         self._state[start : start + segment.granules] = bytes([_FREE]) * segment.granules
         self._slots -= segment.slots
+        self._take_back_retired()
+
+    def _take_back_retired(self) -> None:
+        """Retired granules come back as soon as the budget has room for them: large blocks need them again."""
+        while self.retired_granules and self.committed_bytes + GRANULE_BYTES <= self.budget_bytes:
+            index = self._state.find(bytes([_RETIRED]))
+            try:
+                self.memory.populate(index * GRANULE_BYTES, GRANULE_BYTES)
+            except MemoryError:  # somebody else has it now
+                return
+            self._state[index] = _FREE
+            self.retired_granules -= 1
 
     def close(self) -> None:
         """Gives everything back. Other processes that mapped the pool keep what they mapped."""

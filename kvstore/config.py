@@ -344,7 +344,7 @@ def load_settings(
             ' cpu_bytes = "1GB"'
         )
     try:
-        settings = Settings(**{name: origin.value for name, origin in found.items()})  # type: ignore[arg-type]
+        settings = Settings(**{name: origin.value for name, origin in found.items()})
     except pydantic.ValidationError as error:
         raise ConfigError(_explain(error, found)) from error
     _check_fits(settings, found["cpu_bytes"], read_machine() if machine is None else machine)

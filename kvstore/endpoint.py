@@ -75,7 +75,7 @@ def parse_endpoint(text: str) -> Endpoint:
         InvalidRequest: it is none of them; one line that quotes the text and names the accepted forms.
     """
     text = text.strip()
-    if text.startswith("unix:") or text.startswith("/"):
+    if text.startswith(("unix:", "/")):
         return _unix(text)
     address = text.removeprefix("tcp://")
     if "://" in address:

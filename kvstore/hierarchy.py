@@ -40,8 +40,6 @@ NAMESPACES_MAX: Final = 4096
 GROUPS_MAX: Final = 64
 #: Blocks that an operator's call removes before it lets others run.
 _STEP_BLOCKS: Final = 2048
-#: Segments that are looked at when one has to change its size.
-_STEAL_CANDIDATES: Final = 8
 
 
 class Outcome(enum.IntEnum):
@@ -272,13 +270,11 @@ class Hierarchy:
         Raises:
             InvalidRequest: `remove` for a lease that is not a claim.
         """
-        leases = [lease for lease in map(session.leases.get, lease_ids) if lease is not None]
+        leases = [lease for lease in map(session.leases.get, dict.fromkeys(lease_ids)) if lease is not None]
         if remove and any(not lease.drop for lease in leases):
             raise InvalidRequest("remove is for leases of drop_select: an ordinary reader may not take blocks away")
         removed = 0
         for lease in leases:
-            if lease.id not in session.leases:
-                continue  # named twice in one call
             if remove:
                 removed += sum(self.pool.remove(block, "dropped") for block in lease.blocks)
             if not hold:
@@ -306,11 +302,11 @@ class Hierarchy:
     def _end_lease(self, lease: Lease) -> None:
         if lease.drop:
             self._unclaim(lease)
+        # The touch comes here and not at the grant: until now the pins kept the blocks, and the reader did not wait for
+        # it. All at once, and before the pins go, or unpin() would touch the blocks whose turn had come one by one.
+        self.pool.touch([block for block in lease.blocks if block.state is BlockState.READY])
         for block in lease.blocks:
             self.pool.unpin(block)
-        # The touch comes here and not at the grant: until now the pins kept the blocks, and the reader did not wait for
-        # it.
-        self.pool.touch([block for block in lease.blocks if block.state is BlockState.READY])
 
     def _unclaim(self, lease: Lease) -> None:
         for block in lease.blocks:
@@ -340,8 +336,13 @@ class Hierarchy:
         got = self.reserve(session, keyspace, count, request_id)
         while got.shortfall is Shortfall.POPULATING and (left := deadline - loop.time()) > 0:
             self._progress = self._progress or loop.create_future()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(asyncio.shield(self._progress), left)
+            try:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(asyncio.shield(self._progress), left)
+            except asyncio.CancelledError:
+                # The caller has gone and never learns of these slots.
+                self.abort(session, got.offsets)
+                raise
             # The session may have ended in between; what it held went back then.
             if session.ended or request_id in session.forgotten:
                 return Reserved([], Shortfall.DRAINING)

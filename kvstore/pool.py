@@ -221,7 +221,8 @@ class Pool:
             return True
         for freed in range(wanted):
             if not self._evict_coldest(own):
-                return freed > 0
+                # All that is left of this size is pinned, so whatever others have is colder than nothing.
+                return freed > 0 or self._move_segment(slot_bytes, None)
             if not own:  # the last block of this size left and took its home along
                 return True
         return True

@@ -82,12 +82,16 @@ def _check_segments(arena: Arena) -> list[Segment]:
 
 
 def _check_reservations(hierarchy: Hierarchy) -> dict[int, Keyspace]:
-    """No slot is reserved twice. Returns the keyspace by offset."""
-    reserved: dict[int, Keyspace] = {}
-    for session in hierarchy.sessions:
-        for offset, reservation in session.reserved.items():
-            assert offset not in reserved, f"slot {offset} is reserved twice"
-            reserved[offset] = reservation.keyspace
+    """No slot is taken twice, by sessions or by what comes up from below. Returns the keyspace by offset."""
+    held: list[tuple[int, Keyspace]] = [
+        (offset, reservation.keyspace)
+        for session in hierarchy.sessions
+        for offset, reservation in session.reserved.items()
+    ]
+    for keyspace in _keyspaces(hierarchy):
+        held += [(promotion.offset, keyspace) for promotion in keyspace.coming.values()]
+    reserved = dict(held)
+    assert len(reserved) == len(held), "a slot is taken twice"
     return reserved
 
 
@@ -137,8 +141,8 @@ def _check_directory(hierarchy: Hierarchy, blocks: list[Block]) -> None:
 
 
 def _check_pins(hierarchy: Hierarchy, blocks: list[Block]) -> None:
-    """Pins are what leases say."""
-    pins: Counter[int] = Counter()
+    """Pins are what leases say, and one for a copy on its way down."""
+    pins: Counter[int] = Counter(id(block) for block in hierarchy.transfers.held)
     for session in hierarchy.sessions:
         for lease in session.leases.values():
             pins.update(id(block) for block in lease.blocks)
@@ -179,6 +183,10 @@ def _check_sums(hierarchy: Hierarchy, blocks: list[Block]) -> None:
     for session in hierarchy.sessions:
         groups.add(session.group)
         of_group[session.group] += sum(held.keyspace.slot_bytes for held in session.reserved.values())
+    for keyspace in _keyspaces(hierarchy):
+        for promotion in keyspace.coming.values():
+            groups.add(promotion.group)
+            of_group[promotion.group] += keyspace.slot_bytes
     for group in groups:
         assert group.used_bytes == of_group[group], (
             f"group {group.name!r} counts {group.used_bytes} bytes, its blocks and reservations take {of_group[group]}"

@@ -38,17 +38,34 @@ _MEMBERS_MAX: Final = 6
 _WAITING_MAX: Final = 6
 _CHAIN_LENGTH: Final = 10
 
+#: Three chains of keys that part after the third block.
+_CHAINS: Final = tuple(
+    tuple(b"%d/%d" % (branch if index > 2 else 0, index) for index in range(_CHAIN_LENGTH)) for branch in range(3)
+)
+
 _who = st.integers(0, _MEMBERS_MAX - 1)
 _space = st.integers(0, 3)
 
 
 @st.composite
 def _runs(draw: st.DrawFn) -> tuple[bytes, list[bytes]]:
-    """A run of keys in a tree of three branches that part after the third block, and the key before it."""
-    branch, start = draw(st.integers(0, 2)), draw(st.sampled_from((0, 0, 0, 1, 2, 3, 5, 8)))
+    """A run of keys and the key before it."""
+    chain = draw(st.sampled_from(_CHAINS))
+    start = draw(st.sampled_from((0, 0, 0, 1, 2, 3, 5, 8)))
     stop = min(_CHAIN_LENGTH, start + draw(st.integers(1, 5)))
-    chain = [b"%d/%d" % (branch if index > 2 else 0, index) for index in range(_CHAIN_LENGTH)]
-    return chain[start - 1] if start else b"", chain[start:stop]
+    return chain[start - 1] if start else b"", list(chain[start:stop])
+
+
+@dataclasses.dataclass(frozen=True)
+class _Aim:
+    """What a reader asks for: `length` keys of a chain, from one that is stored on (`hot`) or from anywhere."""
+
+    hot: bool
+    which: int
+    length: int
+
+
+_aims = st.builds(_Aim, st.sampled_from((True, True, True, False)), st.integers(0, 1 << 20), st.integers(1, 4))
 
 
 @functools.lru_cache(maxsize=32)
@@ -160,23 +177,35 @@ class HierarchyMachine(RuleBasedStateMachine):
         self._close()
         self.loop.close()
 
-    @initialize(granules=st.integers(0, 11))
+    @initialize(granules=st.integers(2, 11))
     def begin(self, granules: int) -> None:
         self.hierarchy.add_populated(granules * GRANULE_BYTES)
 
     @rule(granules=st.integers(1, 6))
     def populate(self, granules: int) -> None:
         self.hierarchy.add_populated(granules * GRANULE_BYTES)
+        self.loop.settle()
 
-    @rule(draining=st.booleans())
-    def restart(self, draining: bool) -> None:
+    @rule(what=st.sampled_from(("stop", "kill", "flush", "flush all", "end", "end", "end", "end")), which=_who)
+    def upheaval(self, what: str, which: int) -> None:
+        """What changes much at once. One rule, so that most steps go to daily work."""
+        if what in ("stop", "kill"):
+            self._restart(draining=what == "stop")
+        elif what == "end":
+            if self.members:
+                self._end(self._member(which))
+                self.loop.settle()
+        else:
+            self._flush(self.spaces[which % len(self.spaces)].namespace.digest if what == "flush" else None)
+
+    def _restart(self, *, draining: bool) -> None:
         """The daemon is stopped, or killed, and another one takes its place."""
         if draining:
             self.hierarchy.draining = True
             self.hierarchy.wake_all()
             self.loop.settle()
-            assert not [call for call in self.waiting if call.keys], "select waits for a daemon that stops"
             self._collect()
+            assert not [call for call in self.waiting if call.keys], "select waits for a daemon that stops"
         known = [member.session.id for member in self.members]
         self._close()
         self._open()
@@ -203,12 +232,6 @@ class HierarchyMachine(RuleBasedStateMachine):
         assert self.hierarchy.sessions.session(session.id) is session
         self.members.append(_Member(session, group))
 
-    @precondition(lambda self: self.members)
-    @rule(who=_who)
-    def end_session(self, who: int) -> None:
-        self._end(self._member(who))
-        self.loop.settle()
-
     def _end(self, member: _Member) -> None:
         self.hierarchy.end_session(member.session)
         self.members.remove(member)
@@ -224,6 +247,17 @@ class HierarchyMachine(RuleBasedStateMachine):
         return self.members[who % len(self.members)]
 
     # -- writing ---------------------------------------------------------------------------------------------------
+
+    @precondition(lambda self: self.members)
+    @rule(who=_who, space=_space, runs=st.lists(_runs(), min_size=1, max_size=4))
+    def store(self, who: int, space: int, runs: list[tuple[bytes, list[bytes]]]) -> None:
+        """What insert does: as many slots as there are keys, filled and committed."""
+        member = self._member(who)
+        for parent, keys in runs:
+            got = self.hierarchy.reserve(member.session, self.spaces[space], len(keys))
+            self._take(member, space, got, len(keys))
+            self._commit(member, space, got.offsets, keys[: len(got.offsets)], parent)
+        self.loop.settle()
 
     @precondition(lambda self: self.members)
     @rule(who=_who, space=_space, count=st.integers(1, 8))
@@ -284,10 +318,7 @@ class HierarchyMachine(RuleBasedStateMachine):
             offsets[0] = elsewhere[0]
         elif odd == "same key":
             keys = [keys[0]] * len(keys)
-        expected = self._expect(member, space, offsets, keys)
-        outcomes = self.hierarchy.commit(member.session, self.spaces[space], offsets, keys, parent)
-        assert outcomes == expected, f"{outcomes} instead of {expected}"
-        self.seen.update(f"commit {outcome.name}" for outcome in outcomes)
+        self._commit(member, space, offsets, keys, parent)
         # Between the wake-up of those who wait for these keys and their next step.
         if then == "cancel" and self.waiting:
             self.seen["cancelled when woken"] += any(key in self.waiting[0].keys for key in keys)
@@ -296,6 +327,12 @@ class HierarchyMachine(RuleBasedStateMachine):
             self.seen["ended when woken"] += any(key in self.waiting[0].keys for key in keys)
             self._end(self.waiting[0].member)
         self.loop.settle()
+
+    def _commit(self, member: _Member, space: int, offsets: list[int], keys: list[bytes], parent: bytes) -> None:
+        expected = self._expect(member, space, offsets, keys)
+        outcomes = self.hierarchy.commit(member.session, self.spaces[space], offsets, keys, parent)
+        assert outcomes == expected, f"{outcomes} instead of {expected}"
+        self.seen.update(f"commit {outcome.name}" for outcome in outcomes)
 
     def _expect(self, member: _Member, space: int, offsets: list[int], keys: list[bytes]) -> list[Outcome]:
         """What a commit should answer; notes it as done."""
@@ -329,19 +366,31 @@ class HierarchyMachine(RuleBasedStateMachine):
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
+    def _aimed(self, aim: _Aim) -> tuple[int, list[bytes]]:
+        """The space and the keys that an aim means now."""
+        if aim.hot and self.stored:
+            space, key = list(self.stored)[aim.which % len(self.stored)]
+        else:
+            space, key = aim.which % len(self.spaces), _CHAINS[aim.which % 3][aim.which % _CHAIN_LENGTH]
+        chain = next(chain for chain in _CHAINS if key in chain)
+        start = chain.index(key)
+        return space, list(chain[start : start + aim.length])
+
     @precondition(lambda self: self.members)
-    @rule(who=_who, space=_space, run=_runs())
-    def acquire(self, who: int, space: int, run: tuple[bytes, list[bytes]]) -> None:
-        member, keys = self._member(who), run[1]
+    @rule(who=_who, aim=_aims)
+    def acquire(self, who: int, aim: _Aim) -> None:
+        member = self._member(who)
+        space, keys = self._aimed(aim)
         ready = self.hierarchy.lookup(self.spaces[space], keys)
         lease = self.hierarchy.acquire(member.session, self.spaces[space], keys)
         assert (len(lease.blocks) if lease else 0) == ready
         self._hold(member, space, keys, lease)
 
     @precondition(lambda self: self.members and len(self.waiting) < _WAITING_MAX)
-    @rule(who=_who, space=_space, run=_runs(), drop=st.booleans(), wait_s=st.sampled_from((0, 1, 2, 60)))
-    def select(self, who: int, space: int, run: tuple[bytes, list[bytes]], drop: bool, wait_s: int) -> None:
-        member, keys = self._member(who), run[1]
+    @rule(who=_who, aim=_aims, drop=st.booleans(), wait_s=st.sampled_from((0, 1, 2, 60)))
+    def select(self, who: int, aim: _Aim, drop: bool, wait_s: int) -> None:
+        member = self._member(who)
+        space, keys = self._aimed(aim)
         call = self.hierarchy.select(member.session, self.spaces[space], keys, drop=drop, wait_s=wait_s)
         self._start(call, member, space, keys, drop)
         self.seen["select waits"] += bool(self.waiting and self.waiting[-1].keys is keys)
@@ -421,19 +470,47 @@ class HierarchyMachine(RuleBasedStateMachine):
         self.seen["removed with hold" if hold else "removed"] += removed
         self.loop.settle()
 
+    @precondition(lambda self: self.members)
+    @rule(
+        who=_who,
+        aim=_aims,
+        what=st.sampled_from(("acquire", "reserve", "select", "select late")),
+        drop=st.booleans(),
+    )
+    def forget(self, who: int, aim: _Aim, what: str, drop: bool) -> None:
+        """A client gives a request up; the daemon hears of that after the request, while it waits, or before."""
+        space, keys = self._aimed(aim)
+        session, keyspace = self._member(who).session, self.spaces[space]
+        self.serial += 1
+        if what == "acquire":
+            self.hierarchy.acquire(session, keyspace, keys, self.serial)
+        elif what == "reserve":
+            self.hierarchy.reserve(session, keyspace, len(keys), self.serial)
+        else:
+            if what == "select late":
+                self.hierarchy.forget(session, self.serial)
+            call = self.hierarchy.select(session, keyspace, keys, drop=drop, wait_s=1, request_id=self.serial)
+            task = self.loop.create_task(call)
+            self.loop.settle()
+        self.hierarchy.forget(session, self.serial)
+        if what.startswith("select"):
+            self.loop.advance(1)
+            assert task.done()
+        held = [*session.leases.values(), *session.reserved.values()]
+        assert self.serial not in [each.request_id for each in held], "what was forgotten is held"
+        self.seen["forgotten"] += 1
+
     # -- operators -------------------------------------------------------------------------------------------------
 
-    @rule(space=_space, run=_runs())
-    def delete(self, space: int, run: tuple[bytes, list[bytes]]) -> None:
-        keys = run[1]
+    @rule(aim=_aims)
+    def delete(self, aim: _Aim) -> None:
+        space, keys = self._aimed(aim)
         present = sum(self.hierarchy.lookup(self.spaces[space], [key]) for key in keys)
         assert self.hierarchy.delete(self.spaces[space], [*keys, keys[0]]) == present
         for key in keys:
             self.stored.pop((space, key), None)
 
-    @rule(space=st.integers(0, 12))
-    def flush(self, space: int) -> None:
-        digest = self.spaces[space].namespace.digest if space < len(self.spaces) else None
+    def _flush(self, digest: bytes | None) -> None:
         meant = [index for index, each in enumerate(self.spaces) if digest in (None, each.namespace.digest)]
         present, removed = sum(len(self.spaces[index].blocks) for index in meant), 0
         while step := self.hierarchy.flush(digest, 3):
@@ -442,7 +519,7 @@ class HierarchyMachine(RuleBasedStateMachine):
         assert removed == present
         self.stored = {place: serial for place, serial in self.stored.items() if place[0] not in meant}
 
-    @rule(mebibytes=st.integers(1, 24))
+    @rule(mebibytes=st.sampled_from((1, 2, 4, 8, 24)))
     def evict(self, mebibytes: int) -> None:
         wanted = mebibytes << 20
         while self.hierarchy.pool.evict(wanted, 3):

@@ -36,6 +36,13 @@ LAYERS: dict[str, set[str]] = {
     "kvstore.directory": {"kvstore.arena", "kvstore.blocks", "kvstore.leases", "kvstore.policy"},
     "kvstore.leases": {"kvstore.blocks", "kvstore.clock", "kvstore.directory", "kvstore.errors"},
     "kvstore.pool": {"kvstore.arena", "kvstore.directory", "kvstore.leases", "kvstore.policy"},
+    "kvstore.transfers": {
+        "kvstore.clock",
+        "kvstore.directory",
+        "kvstore.leases",
+        "kvstore.pool",
+        "kvstore.tier",
+    },
     "kvstore.tier": {"kvstore.blocks", "kvstore.errors"},
     "kvstore.tiers": {"kvstore.blocks", "kvstore.config", "kvstore.errors", "kvstore.tier", "kvstore.tiers"},
     "kvstore.hierarchy": {
@@ -48,8 +55,9 @@ LAYERS: dict[str, set[str]] = {
         "kvstore.policy",
         "kvstore.pool",
         "kvstore.tier",
+        "kvstore.transfers",
     },
-    "kvstore.stats": {"kvstore.arena", "kvstore.hierarchy"},
+    "kvstore.stats": {"kvstore.arena", "kvstore.hierarchy", "kvstore.pool"},
     "kvstore.wire": {"kvstore.blocks", "kvstore.endpoint", "kvstore.errors", "kvstore.wire"},
     "kvstore.connection": {
         "kvstore.arena",
@@ -144,7 +152,7 @@ MODULES = {
 
 
 def imports_of(path: Path) -> set[str]:
-    """Every module that is named in an import, wherever it stands. `from a import b` names a.b where that is a module."""
+    """Every module named in an import, wherever it stands. `from a import b` names a.b where that is a module."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):

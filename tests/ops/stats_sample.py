@@ -1,4 +1,4 @@
-"""A stats tree such as the daemon's, for tests of what is made from one. test_admin compares its shape with a real one."""
+"""A stats tree such as the daemon's, for tests of what is made from one. test_admin compares it with a real one."""
 
 from __future__ import annotations
 

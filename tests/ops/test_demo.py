@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 from pathlib import Path
@@ -60,7 +61,7 @@ def test_a_prompt_continues_the_conversation_and_system_prompts_are_shared() -> 
     turns = list(script(7, SMALL))
     by_conversation = {index: [turn for turn in turns if turn.conversation == index] for index in range(3)}
     for conversation in by_conversation.values():
-        for earlier, later in zip(conversation, conversation[1:], strict=False):
+        for earlier, later in itertools.pairwise(conversation):
             history = earlier.prompt + earlier.answer
             assert later.prompt[: len(history)] == history
     start = SMALL.system_tokens

@@ -1,0 +1,227 @@
+"""Makes the books of a disk tier durable, in groups: data first, then the index that names it.
+
+Order within a round
+    fdatasync of every slab that new entries lie in, then one LMDB transaction with what was removed and what was added,
+    synced by its commit. Only then may extents of removed entries be written again. So the index on disk never names
+    bytes that are not there, nor an extent that holds something else.
+Threads
+    Books and queues belong to the loop; a round's I/O runs on the one commit thread. While it runs, new changes gather
+    for the next round.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import errno
+from collections.abc import Callable
+from typing import Final, Protocol
+
+from kvstore.clock import Clock
+from kvstore.tier import TierNamespace
+from kvstore.tiers.disk_index import DiskIndex, Record
+from kvstore.tiers.disk_load import record_of
+from kvstore.tiers.files import FileIO
+from kvstore.tiers.index_check import IndexDamaged
+from kvstore.tiers.io_threads import IoThreads, Lane
+from kvstore.tiers.slabs import Books, Entry, Slab
+
+#: Entries of one round. A transaction of more keeps the next one waiting too long.
+ROUND_MAX: Final = 8192
+
+
+class Faults(Protocol):
+    """Who is told when a round fails."""
+
+    def write_failed(self, code: int, what: str) -> None:
+        """An errno, and what was tried."""
+
+
+@dataclasses.dataclass(slots=True)
+class _Round:
+    """What one round takes."""
+
+    puts: list[Entry]
+    deletes: list[bytes]
+    freed: list[tuple[Slab, int]]
+    namespaces: dict[bytes, TierNamespace | None]
+    upto: int
+
+
+class Committer:
+    """See the module. Owned by the loop.
+
+    Attributes:
+        rounds: How many were committed.
+        suspect: A commit failed: the index has to be opened anew before the next one.
+        running_since: Clock reading of the start of the round that runs; None while none does.
+    """
+
+    def __init__(
+        self, books: Books, index: DiskIndex, io: FileIO, threads: IoThreads, clock: Clock, interval_s: float, faults: Faults
+    ) -> None:
+        self._books = books
+        self._index = index
+        self._io = io
+        self._threads = threads
+        self._clock = clock
+        self._interval_s = interval_s
+        self._faults = faults
+        self._puts: dict[bytes, Entry] = {}
+        self._deletes: dict[bytes, None] = {}
+        self._freed: list[tuple[Slab, int]] = []
+        self._namespaces: dict[bytes, TierNamespace | None] = {}
+        self._noted = 0
+        self._committed = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self._round: asyncio.Task[bool] | None = None
+        self.rounds = 0
+        self.suspect = False
+        self.running_since: float | None = None
+        self.closed = False
+
+    @property
+    def pending(self) -> int:
+        """Changes that are not durable yet."""
+        return self._noted - self._committed
+
+    def stored(self, entry: Entry) -> None:
+        """An entry was settled; its bytes were handed to the medium."""
+        self._puts[entry.key] = entry
+        self._note()
+
+    def removed(self, entry: Entry, *, reuse: bool = True) -> None:
+        """An entry was removed from the books. Its extent is free once no index names it, unless reuse is False."""
+        self._puts.pop(entry.key, None)
+        self._deletes[entry.key] = None
+        if reuse:
+            self._freed.append((entry.slab, entry.extent))
+        self._note()
+
+    def remember(self, digest: bytes, namespace: TierNamespace | None) -> None:
+        """A namespace to keep, or to forget."""
+        self._namespaces[digest] = namespace
+        self._note()
+
+    def _note(self) -> None:
+        self._noted += 1
+        self._arm()
+
+    def _arm(self) -> None:
+        if self._timer is None and not self.closed:
+            self._timer = asyncio.get_running_loop().call_later(self._interval_s, self._due)
+
+    def _due(self) -> None:
+        self._timer = None
+        if self.pending and not self.closed and not self.suspect:
+            self._start()
+
+    def _start(self) -> asyncio.Task[bool]:
+        if self._round is None:
+            self._round = asyncio.get_running_loop().create_task(self._run())
+        return self._round
+
+    async def flush(self) -> bool:
+        """Makes durable all that was noted before the call. False: a round failed; what it had is tried again later."""
+        if self.suspect:
+            return False
+        target = self._noted
+        while self._committed < target:
+            # The loop may have noted more meanwhile; only the target counts.
+            if not await asyncio.shield(self._start()):
+                return False
+        return True
+
+    async def _run(self) -> bool:
+        self.running_since = self._clock.monotonic()
+        try:
+            return await self._commit(self._taken())
+        finally:
+            self.running_since = None
+            self._round = None
+            # After a failure the tier says when to try again: it looks whether the medium works first.
+            if self.pending and not self.suspect:
+                self._arm()
+
+    def _taken(self) -> _Round:
+        """What is pending. Puts beyond the limit stay; deletes go first, all of them, as space waits for them."""
+        keys = list(self._puts)[:ROUND_MAX]
+        whole = len(keys) == len(self._puts)
+        taken = _Round(
+            [self._puts.pop(key) for key in keys],
+            list(self._deletes),
+            self._freed,
+            self._namespaces,
+            self._noted if whole else self._committed,
+        )
+        self._deletes, self._freed, self._namespaces = {}, [], {}
+        return taken
+
+    async def _commit(self, taken: _Round) -> bool:
+        failed = await self._synced({entry.slab.number: entry.slab for entry in taken.puts})
+        puts = [entry for entry in taken.puts if entry.slab.number not in failed]
+        for entry in taken.puts:
+            # The kernel may have thrown the bytes away when it reported the error: the block cannot be vouched for.
+            if entry.slab.number in failed and self._books.index.get(entry.key) is entry:
+                self._books.remove(entry)
+                self.removed(entry)
+        try:
+            await self._threads.call(Lane.COMMIT, lambda: self._write(taken, [record_of(entry) for entry in puts]))
+        except (OSError, IndexDamaged) as error:
+            self._untake(taken, puts)
+            self.suspect = True
+            code = error.errno if isinstance(error, OSError) else None
+            self._faults.write_failed(code or errno.EIO, f"commit of the index: {error}")
+            return False
+        self._committed = max(self._committed, taken.upto)
+        self.rounds += 1
+        for slab, extent in taken.freed:
+            self._books.free(slab, extent)
+        return not failed
+
+    def _write(self, taken: _Round, records: list[Record]) -> None:
+        namespaces = [digest if kept is None else kept for digest, kept in taken.namespaces.items()]
+        self._index.commit(taken.deletes, records, namespaces)
+
+    async def _synced(self, slabs: dict[int, Slab]) -> set[int]:
+        """Numbers of the slabs whose bytes did not get to the medium."""
+        failed: set[int] = set()
+
+        def sync(call: Callable[[int], None]) -> list[tuple[int, OSError]]:
+            errors = []
+            for number, slab in slabs.items():
+                if not slab.dead:
+                    try:
+                        call(slab.fd)
+                    except OSError as error:
+                        errors.append((number, error))
+            return errors
+
+        if slabs:
+            for number, error in await self._threads.call(Lane.COMMIT, lambda: sync(self._io.fdatasync)):
+                failed.add(number)
+                self._faults.write_failed(error.errno or errno.EIO, f"fdatasync of slab {number}")
+        return failed
+
+    def _untake(self, taken: _Round, puts: list[Entry]) -> None:
+        """A round that failed goes back in front of what came since."""
+        self._deletes = dict.fromkeys(taken.deletes) | self._deletes
+        self._freed = taken.freed + self._freed
+        self._namespaces = taken.namespaces | self._namespaces
+        for entry in puts:
+            if self._books.index.get(entry.key) is entry:
+                self._puts.setdefault(entry.key, entry)
+
+    def replace_index(self, index: DiskIndex) -> None:
+        """Goes on with an index that was opened anew; what is pending is tried again."""
+        self._index = index
+        self.suspect = False
+        if self.pending:
+            self._arm()
+
+    def stop(self) -> None:
+        """No further rounds by themselves."""
+        self.closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None

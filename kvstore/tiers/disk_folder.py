@@ -1,0 +1,373 @@
+"""The directory of a disk tier: who holds it, of which format it is, which files it has.
+
+::
+
+    format                     {"kvstore_disk_format": 1}
+    lock                       pid of the holder; the lock itself is the kernel's
+    probe                      two pages that are written and read to see whether the medium works
+    slab-00000001-69632.kv     extents of 69632 bytes, as many as the file is long
+    index/data.mdb             which extent holds which block
+    recency                    by extent, when it was last used
+    index.damaged/             an index that was not whole, kept until the one built in its place is durable
+    *.new                      files that are not finished; removed at open
+
+Blocking calls throughout: for a thread, not for the loop.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import json
+import os
+import re
+import shutil
+import struct
+from array import array
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Final
+
+import xxhash
+
+from kvstore.errors import ConfigError
+from kvstore.tiers.files import FileIO, Medium, probe_medium
+from kvstore.tiers.slabs import Slab
+
+FORMAT: Final = 1
+FORMAT_KEY: Final = "kvstore_disk_format"
+FORMAT_FILE: Final = "format"
+LOCK_FILE: Final = "lock"
+PROBE_FILE: Final = "probe"
+RECENCY_FILE: Final = "recency"
+INDEX_FOLDER: Final = "index"
+DAMAGED_INDEX: Final = "index.damaged"
+UNFINISHED: Final = ".new"
+_SLAB_NAME: Final = re.compile(r"slab-([0-9a-f]{8})-([1-9][0-9]{3,15})\.kv")
+_OURS: Final = {FORMAT_FILE, LOCK_FILE, PROBE_FILE, RECENCY_FILE, INDEX_FOLDER, DAMAGED_INDEX, "lost+found"}
+#: LMDB's memory map and the kernel's locks are not safe there, and a shared directory would have two owners.
+_NETWORK: Final = {"nfs", "nfs4", "cifs", "smb3", "smbfs", "ceph", "glusterfs", "lustre", "9p", "afs", "beegfs", "gpfs"}
+_RECENCY_HEAD: Final = struct.Struct("<8sII")
+_RECENCY_SLAB: Final = struct.Struct("<II")
+_RECENCY_MAGIC: Final = b"kvrecent"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SlabFile:
+    """A slab as its name and length tell of it."""
+
+    path: Path
+    number: int
+    extent_bytes: int
+    extents: int
+
+
+class DiskFolder:
+    """A directory that this process holds, from hold() to release().
+
+    Attributes:
+        path: The directory.
+        medium: What the file system can do; set by hold().
+        filesystem: Its type, such as ext4.
+        stray_bytes: Bytes of files in the directory that are not ours; they count against the budget.
+    """
+
+    def __init__(self, path: Path, io: FileIO) -> None:
+        self.path = path
+        self.io = io
+        self.medium = Medium(False, "not probed", 1, False, "not probed")
+        self.filesystem = ""
+        self.stray_bytes = 0
+        self._lock_fd = -1
+
+    # -- the directory as a whole --------------------------------------------------------------------------------------
+
+    def hold(self) -> None:
+        """Takes the directory, or finds out why not.
+
+        Raises:
+            ConfigError: it can never be ours: another process holds it, its format is not known, it holds something
+                else.
+            OSError: the medium does not work now.
+        """
+        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.filesystem = filesystem_of(self.path)
+        if self.filesystem in _NETWORK or self.filesystem.startswith("fuse.sshfs"):
+            raise ConfigError(
+                f"{self.path} is on {self.filesystem}: the disk tier needs a local file system; hosts share blocks "
+                "through the Redis tier"
+            )
+        self._refuse_foreign()
+        self._take_lock()
+        try:
+            self._check_format()
+            self._clean()
+            self.medium = probe_medium(self.io, self.path / PROBE_FILE)
+        except BaseException:
+            self.release()
+            raise
+
+    def release(self) -> None:
+        """Lets go of the directory. Its files are for somebody else afterwards."""
+        if self._lock_fd >= 0:
+            os.close(self._lock_fd)
+            self._lock_fd = -1
+
+    def _refuse_foreign(self) -> None:
+        if (self.path / FORMAT_FILE).exists():
+            return
+        foreign = [entry.name for entry in os.scandir(self.path) if not _is_ours(entry.name)]
+        if foreign:
+            raise ConfigError(
+                f"{self.path} is neither empty nor a directory of the disk tier (it has {foreign[0]!r} and no "
+                f"{FORMAT_FILE!r} file): name an empty one"
+            )
+
+    def _take_lock(self) -> None:
+        fd = os.open(self.path / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = holder_of(self.path)
+            os.close(fd)
+            raise ConfigError(
+                f"{self.path} is held by another process (pid {holder if holder else 'unknown'}): stop it, or name "
+                "another directory"
+            ) from None
+        except OSError:
+            os.close(fd)
+            raise
+        self._lock_fd = fd
+        # A disk that is full must not keep the tier from reading; who holds it is told as well as can be.
+        with contextlib.suppress(OSError):
+            os.pwrite(fd, b"%-20d\n" % os.getpid(), 0)
+
+    def _check_format(self) -> None:
+        path = self.path / FORMAT_FILE
+        if not path.exists():
+            self._write_whole(FORMAT_FILE, json.dumps({FORMAT_KEY: FORMAT}).encode() + b"\n")
+            return
+        try:
+            found = json.loads(path.read_bytes())[FORMAT_KEY]
+        except (ValueError, KeyError, TypeError):
+            raise ConfigError(f"{path} does not say what it should; if the directory is the disk tier's, remove it")
+        if found != FORMAT:
+            raise ConfigError(
+                f"{self.path} has format {found} and this version knows format {FORMAT}: use the version that wrote "
+                "it, or name another directory"
+            )
+
+    def _clean(self) -> None:
+        """Removes what was not finished, counts what is not ours."""
+        self.stray_bytes = 0
+        for entry in os.scandir(self.path):
+            if entry.name.endswith(UNFINISHED) and _is_ours(entry.name):
+                if entry.is_dir(follow_symlinks=False):
+                    shutil.rmtree(entry.path, ignore_errors=True)
+                else:
+                    os.unlink(entry.path)
+            elif not _is_ours(entry.name):
+                self.stray_bytes += bytes_below(Path(entry.path))
+        damaged = self.path / DAMAGED_INDEX
+        if damaged.exists():
+            self.stray_bytes += bytes_below(damaged)
+
+    def _write_whole(self, name: str, data: bytes) -> None:
+        """A file that is there as a whole or not at all."""
+        fresh = self.path / (name + UNFINISHED)
+        fd = self.io.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        try:
+            view = memoryview(data)
+            while view:
+                view = view[os.write(fd, view) :]
+            self.io.fdatasync(fd)
+        finally:
+            os.close(fd)
+        os.rename(fresh, self.path / name)
+        self._sync_names()
+
+    def _sync_names(self) -> None:
+        fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    # -- slabs -----------------------------------------------------------------------------------------------------------
+
+    def slab_files(self) -> list[SlabFile]:
+        """The slabs that are there. The only place that lists the directory after hold()."""
+        found = []
+        for entry in os.scandir(self.path):
+            if match := _SLAB_NAME.fullmatch(entry.name):
+                extent_bytes = int(match[2])
+                if extent_bytes % 4096 == 0 and entry.is_file(follow_symlinks=False):
+                    extents = entry.stat(follow_symlinks=False).st_size // extent_bytes
+                    found.append(SlabFile(Path(entry.path), int(match[1], 16), extent_bytes, extents))
+        return sorted(found, key=lambda file: file.number)
+
+    def slab_path(self, number: int, extent_bytes: int) -> Path:
+        return self.path / f"slab-{number:08x}-{extent_bytes}.kv"
+
+    def open_slab(self, file: SlabFile) -> Slab:
+        """Opens a slab that is there. Its books are empty.
+
+        Raises:
+            OSError: as open does.
+        """
+        fd = self.io.open(file.path, os.O_RDWR | (os.O_DIRECT if self.medium.direct else 0))
+        return Slab(file.number, file.extent_bytes, file.extents, fd, os.fstat(fd).st_ino)
+
+    def create_slab(self, number: int, extent_bytes: int, extents: int) -> Slab:
+        """A new file with room for all its extents, reserved where the file system can.
+
+        Raises:
+            OSError: ENOSPC above all; nothing is left behind.
+        """
+        path = self.slab_path(number, extent_bytes)
+        fresh = path.with_name(path.name + UNFINISHED)
+        fd = self.io.open(fresh, os.O_RDWR | os.O_CREAT | os.O_TRUNC | (os.O_DIRECT if self.medium.direct else 0))
+        try:
+            if self.medium.allocate:
+                self.io.allocate(fd, extents * extent_bytes)
+            os.ftruncate(fd, extents * extent_bytes)
+            os.rename(fresh, path)
+            self._sync_names()
+        except BaseException:
+            os.close(fd)
+            with contextlib.suppress(OSError):
+                self.io.unlink(fresh)
+            raise
+        slab = Slab(number, extent_bytes, extents, fd, os.fstat(fd).st_ino)
+        slab.raw = list(range(extents - 1, -1, -1))
+        return slab
+
+    def remove_slab(self, slab: Slab) -> None:
+        """Closes and removes a slab; its room is free afterwards. Nobody may be reading or writing it."""
+        os.close(slab.fd)
+        with contextlib.suppress(FileNotFoundError):
+            self.io.unlink(self.slab_path(slab.number, slab.extent_bytes))
+
+    def shorten_slab(self, slab: Slab, extents: int) -> None:
+        """Cuts the extents from `extents` on off the file."""
+        os.ftruncate(slab.fd, extents * slab.extent_bytes)
+        slab.extents = extents
+        del slab.entries[extents:], slab.used[extents:]
+
+    def slab_fault(self, slab: Slab) -> str | None:
+        """What happened to a file under us; None where it is as it was."""
+        if os.fstat(slab.fd).st_size < slab.size_bytes:
+            return "truncated"
+        try:
+            now = os.stat(self.slab_path(slab.number, slab.extent_bytes))
+        except FileNotFoundError:
+            return "deleted"
+        return None if now.st_ino == slab.inode else "replaced"
+
+    # -- the index and the order of use ------------------------------------------------------------------------------------
+
+    @property
+    def index_folder(self) -> Path:
+        return self.path / INDEX_FOLDER
+
+    @property
+    def damaged_index(self) -> Path:
+        return self.path / DAMAGED_INDEX
+
+    def set_index_aside(self) -> None:
+        """Moves an index that is not whole, or gone, out of the way. What is left says so to the next start."""
+        shutil.rmtree(self.damaged_index, ignore_errors=True)
+        try:
+            os.rename(self.index_folder, self.damaged_index)
+        except FileNotFoundError:
+            self.damaged_index.mkdir(mode=0o700)
+
+    def forget_damaged_index(self) -> None:
+        shutil.rmtree(self.damaged_index, ignore_errors=True)
+
+    def reserve_index(self, size_bytes: int) -> None:
+        """Has the file system promise room for the index, so that commits succeed when others have filled the disk.
+
+        Raises:
+            OSError: ENOSPC above all.
+        """
+        if self.medium.allocate:
+            fd = self.io.open(self.index_folder / "data.mdb", os.O_RDWR)
+            try:
+                self.io.allocate(fd, size_bytes, keep_size=True)
+            finally:
+                os.close(fd)
+
+    def write_recency(self, used: Mapping[int, bytes]) -> None:
+        """Keeps when extents were last used.
+
+        Args:
+            used: By slab, its `used` as bytes.
+
+        Raises:
+            OSError: the old file is still there.
+        """
+        parts = [_RECENCY_HEAD.pack(_RECENCY_MAGIC, FORMAT, len(used))]
+        for number, column in used.items():
+            parts += [_RECENCY_SLAB.pack(number, len(column) // 8), column]
+        data = b"".join(parts)
+        self._write_whole(RECENCY_FILE, data + struct.pack("<Q", xxhash.xxh3_64_intdigest(data)))
+
+    def read_recency(self) -> dict[int, array[int]]:
+        """What write_recency kept; nothing where the file is not whole: then blocks are as old as their writes."""
+        try:
+            data = (self.path / RECENCY_FILE).read_bytes()
+        except OSError:
+            return {}
+        if len(data) < _RECENCY_HEAD.size + 8 or data[:8] != _RECENCY_MAGIC:
+            return {}
+        body = memoryview(data)[:-8]
+        if struct.unpack("<Q", data[-8:])[0] != xxhash.xxh3_64_intdigest(body):
+            return {}
+        used: dict[int, array[int]] = {}
+        at = _RECENCY_HEAD.size
+        for _ in range(_RECENCY_HEAD.unpack_from(body)[2]):
+            number, extents = _RECENCY_SLAB.unpack_from(body, at)
+            at += _RECENCY_SLAB.size
+            used[number] = array("Q", body[at : at + 8 * extents].tobytes())
+            at += 8 * extents
+        return used
+
+
+def holder_of(directory: Path) -> int | None:
+    """pid that the lock file of a directory names."""
+    with contextlib.suppress(ValueError, OSError):
+        return int((directory / LOCK_FILE).read_text())
+    return None
+
+
+def filesystem_of(path: Path) -> str:
+    """Type of the file system that a path is on; empty where the kernel does not say."""
+    real = os.path.realpath(path)
+    best, kind = "", ""
+    for point, found in _mounts():
+        if (real == point or real.startswith(point.rstrip("/") + "/")) and len(point) >= len(best):
+            best, kind = point, found
+    return kind
+
+
+def _mounts() -> Iterator[tuple[str, str]]:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/mountinfo").read_text().splitlines():
+            fields, _, rest = line.partition(" - ")
+            point = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), fields.split()[4])
+            yield point, rest.split()[0]
+
+
+def bytes_below(path: Path) -> int:
+    """Bytes that a file or folder takes on the medium."""
+    if path.is_symlink() or not path.is_dir():
+        return path.lstat().st_blocks * 512
+    return sum(bytes_below(Path(entry.path)) for entry in os.scandir(path))
+
+
+def _is_ours(name: str) -> bool:
+    return name in _OURS or _SLAB_NAME.fullmatch(name.removesuffix(UNFINISHED)) is not None or (
+        name.removesuffix(UNFINISHED) in _OURS and name.endswith(UNFINISHED)
+    )

@@ -1,0 +1,229 @@
+"""The durable index of a disk tier: which extent holds which block. The only place that knows LMDB.
+
+One data file in a folder of its own. Records: ``b`` + name of a block -> where it lies; ``N`` + digest -> the text of a
+namespace. No lock file: the directory's own lock keeps other processes out, and within this one the index is read once, at
+open, and written by one thread afterwards, so no reader is ever open beside a writer, no stale one keeps pages from being
+used again, and the map may grow at any time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import json
+import os
+import shutil
+import struct
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import lmdb
+
+from kvstore.tier import TierNamespace
+from kvstore.tiers.index_check import IndexDamaged, check_index_file
+
+DATA_FILE: Final = "data.mdb"
+#: Slab, extent, size_bytes, sequence.
+RECORD: Final = struct.Struct("<IIQQ")
+_BLOCK: Final = b"b"  # sorts after _NAMESPACE, so blocks run to the end
+_NAMESPACE: Final = b"N"
+#: Records handed over at a time by load().
+_CHUNK: Final = 8192
+_MAP_BYTES_MIN: Final = 16 << 20
+
+Record = tuple[bytes, bytes]
+
+
+class DiskIndex:
+    """An open index. One thread at a time.
+
+    Attributes:
+        map_bytes: What LMDB may map; grows where it must.
+    """
+
+    def __init__(self, folder: Path, map_bytes: int) -> None:
+        """Opens the index in a folder, which is made with it where there is none.
+
+        Raises:
+            IndexDamaged: what is there is not whole.
+            OSError: it cannot be read or made.
+        """
+        self.path = folder / DATA_FILE
+        if self.path.exists():
+            check_index_file(self.path)
+        self.map_bytes = max(map_bytes, _MAP_BYTES_MIN)
+        self._folder = folder
+        self._env = self._opened()
+        self._note_file()
+
+    def _note_file(self) -> None:
+        stat = self.path.stat()
+        self._file = (stat.st_dev, stat.st_ino, stat.st_size)
+
+    def _check_file(self) -> None:
+        """LMDB reads through its map, and a page behind the end of a file that was cut off would end the process."""
+        try:
+            stat = self.path.stat()
+        except FileNotFoundError:
+            raise IndexDamaged("the file was removed") from None
+        if (stat.st_dev, stat.st_ino) != self._file[:2] or stat.st_size < self._file[2]:
+            raise IndexDamaged("the file was replaced or cut off")
+
+    def _opened(self) -> Any:
+        while True:
+            try:
+                return lmdb.open(
+                    str(self._folder),
+                    map_size=self.map_bytes,
+                    lock=False,
+                    readahead=False,
+                    meminit=True,  # no bytes of this process's heap in a file
+                    max_dbs=0,
+                    mode=0o600,
+                )
+            except (lmdb.MemoryError, MemoryError, OSError, lmdb.Error) as error:
+                # A limit on the address space (ulimit -v) refuses a large map; a smaller one grows when it is full.
+                if _errno_of(error) != errno.ENOMEM or self.map_bytes <= _MAP_BYTES_MIN:
+                    raise _translated(error) from error
+                self.map_bytes = max(_MAP_BYTES_MIN, self.map_bytes // 4)
+
+    def load(self) -> Iterator[list[Record]]:
+        """Names of blocks and their RECORDs, some thousands at a time."""
+        with _translating(), self._env.begin(buffers=False) as transaction:
+            cursor = transaction.cursor()
+            if cursor.set_range(_BLOCK):
+                records = cursor.iternext(keys=True, values=True)
+                while chunk := list(itertools.islice(records, _CHUNK)):
+                    yield [(key[1:], value) for key, value in chunk]
+
+    def namespaces(self) -> list[TierNamespace]:
+        """What was remembered. Text that makes no sense is left out."""
+        found = []
+        with _translating(), self._env.begin(buffers=False) as transaction:
+            cursor = transaction.cursor()
+            if cursor.set_range(_NAMESPACE):
+                for key, value in cursor.iternext(keys=True, values=True):
+                    if not key.startswith(_NAMESPACE):
+                        break
+                    with contextlib.suppress(ValueError, KeyError, TypeError):
+                        text = json.loads(value)
+                        sizes = tuple(int(size) for size in text["group_bytes"])
+                        found.append(TierNamespace(key[1:], str(text["identity"]), sizes))
+        return found
+
+    def commit(
+        self, deletes: Iterable[bytes], puts: Iterable[Record], namespaces: Iterable[TierNamespace | bytes] = ()
+    ) -> None:
+        """Applies deletes, then puts, as one step, and makes it durable before it returns.
+
+        Args:
+            namespaces: To remember; or digests, to forget.
+
+        Raises:
+            OSError: nothing of it was applied.
+            IndexDamaged: nothing of it was applied, nor will anything be: somebody changed the file.
+        """
+        deletes, puts, namespaces = list(deletes), list(puts), list(namespaces)
+        self._check_file()
+        while True:
+            try:
+                with self._env.begin(write=True) as transaction:
+                    for key in deletes:
+                        transaction.delete(_BLOCK + key)
+                    for key, value in puts:
+                        transaction.put(_BLOCK + key, value)
+                    for namespace in namespaces:
+                        if isinstance(namespace, bytes):
+                            transaction.delete(_NAMESPACE + namespace)
+                        else:
+                            transaction.put(_NAMESPACE + namespace.digest, namespace_text(namespace))
+                self._note_file()
+                return
+            except lmdb.MapFullError:
+                # Nothing else is open, so the map may grow.
+                self.map_bytes *= 2
+                with _translating():
+                    self._env.set_mapsize(self.map_bytes)
+            except lmdb.Error as error:
+                raise _translated(error) from error
+
+    def file_bytes(self) -> int:
+        """Length of the data file."""
+        return self.path.stat().st_size
+
+    def reopen(self) -> None:
+        """After a failure within LMDB, which may refuse everything until it is opened anew.
+
+        Raises:
+            IndexDamaged: the file is not whole; the index is closed.
+            OSError: it cannot be read.
+        """
+        self._check_file()
+        self.close()
+        check_index_file(self.path)
+        self._env = self._opened()
+        self._note_file()
+
+    def close(self) -> None:
+        self._env.close()
+
+
+def namespace_text(namespace: TierNamespace) -> bytes:
+    """How a namespace is kept."""
+    text = {"identity": namespace.identity, "group_bytes": list(namespace.group_bytes)}
+    return json.dumps(text, separators=(",", ":")).encode()
+
+
+def write_index(folder: Path, records: Sequence[Record], namespaces: Sequence[TierNamespace], map_bytes: int) -> None:
+    """Writes an index anew in place of the one in a folder. The old one stays until the new one is whole.
+
+    Raises:
+        OSError: it cannot be written; the old one is still there.
+    """
+    fresh = folder.with_name(folder.name + ".new")
+    shutil.rmtree(fresh, ignore_errors=True)
+    fresh.mkdir(mode=0o700)
+    index = DiskIndex(fresh, map_bytes)
+    try:
+        index.commit((), (), namespaces)
+        ordered = sorted(records)
+        for at in range(0, len(ordered), _CHUNK):
+            index.commit((), ordered[at : at + _CHUNK])
+    finally:
+        index.close()
+    shutil.rmtree(folder, ignore_errors=True)
+    os.rename(fresh, folder)
+    parent = os.open(folder.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(parent)
+    finally:
+        os.close(parent)
+
+
+def _errno_of(error: BaseException) -> int:
+    if isinstance(error, OSError) and error.errno:
+        return error.errno
+    if isinstance(error, MemoryError | lmdb.MemoryError):
+        return errno.ENOMEM
+    # LMDB hands the system's errors on as text only.
+    text = str(error)
+    for code in (errno.ENOSPC, errno.EIO, errno.EROFS, errno.EDQUOT, errno.ENOMEM, errno.EACCES, errno.EFBIG):
+        if os.strerror(code) in text:
+            return code
+    return errno.EIO
+
+
+def _translated(error: BaseException) -> Exception:
+    if isinstance(error, lmdb.CorruptedError | lmdb.InvalidError | lmdb.VersionMismatchError | lmdb.PageNotFoundError):
+        return IndexDamaged(str(error))
+    return OSError(_errno_of(error), f"index: {error}")
+
+
+@contextlib.contextmanager
+def _translating() -> Iterator[None]:
+    try:
+        yield
+    except lmdb.Error as error:
+        raise _translated(error) from error

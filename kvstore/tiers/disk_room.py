@@ -1,0 +1,220 @@
+"""Finds room for blocks on a disk tier: free extents, new slabs, slabs of other classes, and last the coldest blocks.
+
+One coroutine at a time decides on room (a lock), since each step waits for the medium and changes what the next one
+would decide. Everything else runs on the loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+from collections.abc import Callable
+from typing import Final
+
+from kvstore.clock import Clock
+from kvstore.tiers.disk_commit import Committer
+from kvstore.tiers.disk_folder import DiskFolder
+from kvstore.tiers.disk_health import Health
+from kvstore.tiers.disk_load import FIXED_BYTES
+from kvstore.tiers.extent import ALIGN_BYTES
+from kvstore.tiers.files import aligned_memory
+from kvstore.tiers.io_threads import IoThreads, Lane
+from kvstore.tiers.slabs import INDEX_BYTES_PER_BLOCK, Books, Entry, Slab, SlabClass, charge_of
+
+Extents = list[tuple[Slab, int]]
+
+#: Steps that one call takes for room. Each makes some, or ends the search.
+_STEPS_MAX: Final = 64
+#: Of a class, what is evicted at once where one block has to leave: the wait for the index is the same.
+_EVICT_SHARE: Final = 64
+_EVICT_MAX: Final = 256
+#: How long a file system that had no room for a slab is not asked again.
+GROW_AGAIN_S: Final = 5.0
+#: Bytes pre-written at a time. Short enough that a load which comes meanwhile does not feel it.
+_PREWRITE_BYTES: Final = 4 << 20
+
+
+class Room:
+    """See the module.
+
+    Attributes:
+        evicted: Blocks that left to make room.
+        stolen: Slabs that went from one class to another.
+        prewritten_bytes: How much was written ahead.
+        grow_fault: Why no slab could be added the last time; 0 where one could.
+    """
+
+    def __init__(
+        self,
+        books: Books,
+        folder: DiskFolder,
+        threads: IoThreads,
+        committer: Committer,
+        health: Health,
+        clock: Clock,
+        forgotten: Callable[[Entry], None],
+    ) -> None:
+        self._books = books
+        self._folder = folder
+        self._threads = threads
+        self._committer = committer
+        self._health = health
+        self._clock = clock
+        self._forgotten = forgotten
+        self._lock = asyncio.Lock()
+        self._grow_again_at = 0.0
+        #: Slabs that are given up and wait for their last reader.
+        self._leaving: list[Slab] = []
+        self._zeros = aligned_memory(_PREWRITE_BYTES)
+        self.evicted = 0
+        self.stolen = 0
+        self.prewritten_bytes = 0
+        self.grow_fault = 0
+
+    def fits(self, extent_bytes: int) -> bool:
+        """Whether a block of this extent could ever be stored."""
+        return charge_of(extent_bytes, 1) <= self._books.budget_bytes
+
+    async def find(self, extent_bytes: int, count: int, found: Extents) -> None:
+        """Appends up to `count` extents to `found`; they are in flight. Fewer where no more room can be made.
+
+        If the caller gives up waiting, what is in `found` is the caller's to give back.
+        """
+        kind = self._books.class_of(extent_bytes)
+        found += self._books.take(kind, count)
+        if len(found) == count:
+            return
+        async with self._lock:
+            for _ in range(_STEPS_MAX):
+                found += self._books.take(kind, count - len(found))
+                if len(found) == count or not await self._make(kind, count - len(found)):
+                    return
+
+    async def _make(self, kind: SlabClass, missing: int) -> bool:
+        """One step towards more free extents. False: there is none left to take."""
+        await self.remove_leaving()
+        extents = self._books.room_for_slab(kind.extent_bytes)
+        if extents and self._clock.monotonic() >= self._grow_again_at and await self._grow(kind, extents):
+            return True
+        cold = self._books.slab_to_steal(kind)
+        if cold is not None:
+            self.stolen += 1
+            self.evicted += await self.give_up(cold)
+            return await self.remove_leaving()
+        share = sum(slab.extents for slab in kind.slabs.values()) // _EVICT_SHARE
+        leaving = self._books.evict(kind, max(missing, min(share, _EVICT_MAX)))
+        for entry in leaving:
+            self._forgotten(entry)
+            self._committer.removed(entry)
+        self.evicted += len(leaving)
+        # Also where nothing was evicted: extents may be waiting for the index only.
+        waiting = bool(leaving) or self._committer.pending > 0
+        return waiting and await self._committer.flush()
+
+    async def _grow(self, kind: SlabClass, extents: int) -> bool:
+        books = self._books
+        number = books.next_slab
+        books.next_slab += 1
+        charge = charge_of(kind.extent_bytes, extents)
+        # Reserve before accepting: a slab that is being made counts already.
+        books.charge(charge)
+        index_bytes = FIXED_BYTES // 2 + INDEX_BYTES_PER_BLOCK * (
+            extents + sum(slab.extents for slab in books.slabs.values())
+        )
+
+        def create() -> Slab:
+            slab = self._folder.create_slab(number, kind.extent_bytes, extents)
+            try:
+                self._folder.reserve_index(index_bytes)
+            except OSError:
+                self._folder.remove_slab(slab)
+                raise
+            return slab
+
+        making = self._threads.submit(Lane.KEEP, create).future
+        making.add_done_callback(lambda done: self._made(done, charge))
+        try:
+            await asyncio.shield(making)
+        except OSError as error:
+            code = error.errno or errno.EIO
+            self.grow_fault = code
+            self._grow_again_at = self._clock.monotonic() + GROW_AGAIN_S
+            self._health.note(code, "adding a slab", extent_bytes=kind.extent_bytes, extents=extents)
+            if not kind.slabs and not any(other.slabs for other in books.classes.values()):
+                self._health.write_failed(code, "adding the first slab")
+            return False
+        self.grow_fault = 0
+        return True
+
+    def _made(self, done: asyncio.Future[Slab], charge: int) -> None:
+        """Runs also when nobody waits for the slab any more."""
+        if done.cancelled() or done.exception() is not None:
+            self._books.charge(-charge)
+        else:
+            self._books.add_slab(done.result())
+
+    async def give_up(self, slab: Slab) -> int:
+        """Forgets all that lies in a slab, then has it removed. How many blocks that were."""
+        lost = self._books.drop_slab(slab)
+        for entry in lost:
+            self._forgotten(entry)
+            self._committer.removed(entry, reuse=False)
+        self._leaving.append(slab)
+        if lost:
+            await self._committer.flush()
+        return len(lost)
+
+    async def remove_leaving(self) -> bool:
+        """Removes the slabs that were given up and that nobody reads any more. Whether there was one.
+
+        An index that still names such a slab names a file that is not there, which the next start finds out; but its
+        number is never used again before that.
+        """
+        idle = [slab for slab in self._leaving if not slab.readers and not slab.in_flight]
+        for slab in idle:
+            self._leaving.remove(slab)
+            try:
+                await self._threads.call(Lane.KEEP, lambda slab=slab: self._folder.remove_slab(slab))  # type: ignore[misc]
+            except OSError as error:
+                self._health.note(error.errno or errno.EIO, "removing a slab")
+            self._books.charge(-slab.charge_bytes)
+        return bool(idle)
+
+    # -- writing ahead -------------------------------------------------------------------------------------------------
+
+    @property
+    def raw_bytes(self) -> int:
+        """What is still to be pre-written."""
+        return sum(len(slab.raw) * slab.extent_bytes for slab in self._books.slabs.values())
+
+    async def prewrite_some(self) -> bool:
+        """Writes zeros over a few extents that were never written, so that stores find them fast. Whether there were
+        any.
+        """
+        taken = self._books.take_raw(_PREWRITE_BYTES)
+        if taken is None:
+            return False
+        slab, first, count = taken
+
+        def write() -> None:
+            at, end = first * slab.extent_bytes, (first + count) * slab.extent_bytes
+            while at < end and not slab.dead:
+                length = min(len(self._zeros), end - at) // ALIGN_BYTES * ALIGN_BYTES
+                moved = self._folder.io.pwritev(slab.fd, [self._zeros[:length]], at)
+                if moved <= 0:
+                    raise OSError(errno.ENOSPC, "nothing was written")
+                at += moved
+
+        done = self._threads.submit(Lane.KEEP, write).future
+        done.add_done_callback(
+            lambda future: self._books.prewritten(
+                slab, first, count, done=not future.cancelled() and future.exception() is None
+            )
+        )
+        try:
+            await asyncio.shield(done)
+        except OSError as error:
+            self._health.write_failed(error.errno or errno.EIO, "pre-writing a slab")
+            return False
+        self.prewritten_bytes += count * slab.extent_bytes
+        return True

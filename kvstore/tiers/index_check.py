@@ -1,0 +1,245 @@
+"""Whether an index file is whole, found out without mapping it.
+
+LMDB trusts its file: it has no checksums, and a page that was torn or cut off ends the process, by an assertion or by
+SIGBUS. So before LMDB sees a file that an earlier process left, every page that it could ever follow is read here with
+plain reads and checked: the tree of the records, its overflow pages, and the tree of free pages, from which it takes what
+it writes next. What the records say is not checked here; every record is doubted anyway until the footer of its extent
+confirms it.
+
+The layout is that of LMDB 0.9 data files (version 1, 64 bits, little-endian). A file of another version is refused by
+LMDB itself at open.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+Pages = npt.NDArray[np.uint64]
+
+_HEADER_BYTES: Final = 16
+_META: Final = struct.Struct("<IIQQ")
+_TREE: Final = struct.Struct("<IHHQQQQQ")
+_META_END: Final = struct.Struct("<QQ")
+_MAGIC: Final = 0xBEEFC0DE
+_NO_ROOT: Final = (1 << 64) - 1
+_BRANCH, _LEAF, _OVERFLOW, _META_PAGE = 1, 2, 4, 8
+_BIG_DATA: Final = 1
+_NODE_BYTES: Final = 8
+_KEY_BYTES_MAX: Final = 511
+_DEPTH_MAX: Final = 32
+#: Pages read at a time, and the gap between two wanted pages that is read along rather than sought over.
+_SPAN_PAGES: Final = 2048
+_GAP_PAGES: Final = 16
+
+
+class IndexDamaged(Exception):
+    """The file is not one that LMDB may be given. The message says where and why."""
+
+
+def check_index_file(path: Path) -> None:
+    """Reads all of a data file that LMDB could reach. Any thread.
+
+    Raises:
+        IndexDamaged: it is not whole.
+        OSError: it cannot be read.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        _Checker(fd).run()
+    finally:
+        os.close(fd)
+
+
+class _Checker:
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._page_bytes = 4096
+        self._last_page = 0
+        self._seen: npt.NDArray[np.bool_] = np.zeros(0, dtype=np.bool_)
+
+    def run(self) -> None:
+        # Which pages exist for LMDB is what the newer of the two heads says.
+        head = os.pread(self._fd, _HEADER_BYTES + _META.size + _TREE.size, 0)
+        if len(head) < _HEADER_BYTES + _META.size + _TREE.size:
+            raise IndexDamaged("the file ends within its head")
+        self._page_bytes = _TREE.unpack_from(head, _HEADER_BYTES + _META.size)[0]
+        if self._page_bytes not in (4096, 8192, 16384, 32768, 65536):
+            raise IndexDamaged(f"page size is {self._page_bytes}")
+        newest: tuple[int, list[tuple[int, ...]], int] | None = None
+        for number in (0, 1):
+            meta = self._meta(number)
+            if newest is None or meta[0] > newest[0]:
+                newest = meta
+        assert newest is not None
+        _, (free, main), self._last_page = newest
+        size_pages = os.fstat(self._fd).st_size // self._page_bytes
+        if self._last_page > (1 << 40):
+            raise IndexDamaged(f"the last page is {self._last_page}")
+        self._seen = np.zeros(min(self._last_page + 1, size_pages), dtype=np.bool_)
+        self._mark(np.array([0, 1], dtype=np.uint64))
+        self._walk(main, "records", keep_free=False)
+        self._walk(free, "free pages", keep_free=True)
+
+    def _meta(self, number: int) -> tuple[int, list[tuple[int, ...]], int]:
+        page = os.pread(self._fd, self._page_bytes, number * self._page_bytes)
+        if len(page) < self._page_bytes:
+            raise IndexDamaged("the file ends within its head")
+        if struct.unpack_from("<QHH", page, 0)[::2] != (number, _META_PAGE):
+            raise IndexDamaged(f"page {number} is no head")
+        magic, version, _, _ = _META.unpack_from(page, _HEADER_BYTES)
+        if magic != _MAGIC or version != 1:
+            raise IndexDamaged(f"head {number} has magic {magic:#x}, version {version}")
+        at = _HEADER_BYTES + _META.size
+        trees = [_TREE.unpack_from(page, at), _TREE.unpack_from(page, at + _TREE.size)]
+        last_page, transaction = _META_END.unpack_from(page, at + 2 * _TREE.size)
+        return transaction, trees, last_page
+
+    def _mark(self, pages: Pages) -> None:
+        """Each page belongs to one owner."""
+        if pages.size == 0:
+            return
+        if int(pages.max()) >= self._seen.size:
+            raise IndexDamaged(f"page {int(pages.max())} is named and the file has {self._seen.size}")
+        if self._seen[pages].any() or np.unique(pages).size != pages.size:
+            raise IndexDamaged("a page is named twice")
+        self._seen[pages] = True
+
+    def _walk(self, tree: tuple[int, ...], what: str, *, keep_free: bool) -> None:
+        _, flags, depth, _, _, _, entries, root = tree
+        if root == _NO_ROOT:
+            return
+        # LMDB keeps the keys of the free pages as integers; nothing else of ours has flags.
+        if depth > _DEPTH_MAX or (flags & ~0x08) != 0:
+            raise IndexDamaged(f"the tree of {what} has depth {depth} and flags {flags:#x}")
+        level: Pages = np.array([root], dtype=np.uint64)
+        counted = 0
+        for height in range(depth, 0, -1):
+            self._mark(level)
+            children: list[Pages] = []
+            for pages, numbers in self._read(np.sort(level)):
+                if height > 1:
+                    children.append(_branch_children(pages, numbers, what))
+                else:
+                    counted += self._leaf(pages, numbers, what, keep_free=keep_free)
+            if height > 1:
+                level = np.concatenate(children)
+        if counted != entries:
+            raise IndexDamaged(f"the tree of {what} says {entries} entries and has {counted}")
+
+    def _leaf(self, pages: npt.NDArray[np.uint8], numbers: Pages, what: str, *, keep_free: bool) -> int:
+        rows, nodes = _nodes(pages, numbers, _LEAF, what)
+        words = pages.view("<u2")
+        at = nodes // 2
+        data_bytes = words[rows, at].astype(np.int64) | (words[rows, at + 1].astype(np.int64) << 16)
+        flags = words[rows, at + 2]
+        key_bytes = words[rows, at + 3].astype(np.int64)
+        big = flags == _BIG_DATA
+        inline = np.where(big, 8, data_bytes)
+        _check_nodes(pages, rows, nodes, _NODE_BYTES + key_bytes + inline, key_bytes, what)
+        if ((flags != 0) & ~big).any():
+            raise IndexDamaged(f"a record of {what} has flags that are not ours")
+        starts = nodes + _NODE_BYTES + key_bytes
+        for row, start, length in zip(rows[big], starts[big], data_bytes[big], strict=True):
+            data = self._overflow(int.from_bytes(pages[row, start : start + 8].tobytes(), "little"), int(length))
+            if keep_free:
+                self._free_list(data)
+        if keep_free:
+            small = ~big
+            for row, start, length in zip(rows[small], starts[small], data_bytes[small], strict=True):
+                self._free_list(pages[row, start : start + length].tobytes())
+        return int(nodes.size)
+
+    def _overflow(self, page: int, length: int) -> bytes:
+        count = -(-(length + _HEADER_BYTES) // self._page_bytes)
+        if page + count > self._seen.size:
+            raise IndexDamaged(f"page {page} is named and the file has {self._seen.size}")
+        self._mark(np.arange(page, page + count, dtype=np.uint64))
+        data = os.pread(self._fd, _HEADER_BYTES + length, page * self._page_bytes)
+        number, _, flags, pages = struct.unpack_from("<QHHI", data, 0)
+        if number != page or flags != _OVERFLOW or pages != count:
+            raise IndexDamaged(f"page {page} does not continue a record")
+        return data[_HEADER_BYTES:]
+
+    def _free_list(self, data: bytes) -> None:
+        """A list of free pages: how many, then they, falling."""
+        words = np.frombuffer(data[: len(data) // 8 * 8], dtype="<u8")
+        if words.size == 0 or int(words[0]) > words.size - 1:
+            raise IndexDamaged("a list of free pages is longer than its record")
+        pages: Pages = words[1 : 1 + int(words[0])]
+        if pages.size == 0:
+            return
+        if (pages[1:] >= pages[:-1]).any() or int(pages[0]) > self._last_page or int(pages[-1]) < 2:
+            raise IndexDamaged("a list of free pages is out of order")
+        # Pages that were never written lie beyond the end of the file, and may be free.
+        self._mark(pages[pages < self._seen.size])
+
+    def _read(self, numbers: Pages) -> Iterator[tuple[npt.NDArray[np.uint8], Pages]]:
+        """Pages, sorted by number, some at a time: their bytes and their numbers."""
+        at = 0
+        while at < numbers.size:
+            window = numbers[at : at + _SPAN_PAGES]
+            within = (np.diff(window) <= _GAP_PAGES) & (window[1:] - window[0] < _SPAN_PAGES)
+            end = int(np.argmin(within)) + 1 if not within.all() else window.size
+            window = window[:end]
+            first, last = int(window[0]), int(window[-1])
+            wanted = (last + 1 - first) * self._page_bytes
+            data = os.pread(self._fd, wanted, first * self._page_bytes)
+            if len(data) < wanted:
+                raise IndexDamaged(f"the file ends at page {first + len(data) // self._page_bytes}")
+            span = np.frombuffer(data, dtype=np.uint8).reshape(-1, self._page_bytes)
+            yield (span if last + 1 - first == window.size else span[window - np.uint64(first)]), window
+            at += end
+
+
+def _nodes(
+    pages: npt.NDArray[np.uint8], numbers: Pages, kind: int, what: str
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Row and offset of every node, once the heads of the pages and the offsets were found right."""
+    words = pages.view("<u2")
+    own = pages[:, :8].copy().view("<u8")[:, 0]
+    lower, upper = words[:, 6].astype(np.int64), words[:, 7].astype(np.int64)
+    bad = (own != numbers) | (words[:, 5] != kind) | (lower < _HEADER_BYTES + 2) | (lower % 2 != 0)
+    bad |= (upper < lower) | (upper > pages.shape[1])
+    if bad.any():
+        raise IndexDamaged(f"page {int(numbers[bad.argmax()])} in the tree of {what} is none")
+    counts = (lower - _HEADER_BYTES) // 2
+    rows = np.repeat(np.arange(pages.shape[0]), counts)
+    columns = np.arange(rows.size) - np.repeat(np.cumsum(counts) - counts, counts)
+    nodes = words[rows, _HEADER_BYTES // 2 + columns].astype(np.int64)
+    if ((nodes < upper[rows]) | (nodes > pages.shape[1] - _NODE_BYTES) | (nodes % 2 != 0)).any():
+        raise IndexDamaged(f"a page in the tree of {what} points outside of itself")
+    return rows, nodes
+
+
+def _check_nodes(
+    pages: npt.NDArray[np.uint8],
+    rows: npt.NDArray[np.int64],
+    nodes: npt.NDArray[np.int64],
+    sizes: npt.NDArray[np.int64],
+    key_bytes: npt.NDArray[np.int64],
+    what: str,
+) -> None:
+    """Nodes end within their page and fill exactly what it says is filled."""
+    if (nodes + sizes > pages.shape[1]).any() or (key_bytes > _KEY_BYTES_MAX).any():
+        raise IndexDamaged(f"a record in the tree of {what} is longer than its page")
+    filled = np.bincount(rows, weights=sizes + sizes % 2, minlength=pages.shape[0])
+    if (filled != pages.shape[1] - pages.view("<u2")[:, 7].astype(np.int64)).any():
+        raise IndexDamaged(f"the records of a page in the tree of {what} do not fill it")
+
+
+def _branch_children(pages: npt.NDArray[np.uint8], numbers: Pages, what: str) -> Pages:
+    rows, nodes = _nodes(pages, numbers, _BRANCH, what)
+    words = pages.view("<u2")
+    at = nodes // 2
+    key_bytes = words[rows, at + 3].astype(np.int64)
+    _check_nodes(pages, rows, nodes, _NODE_BYTES + key_bytes, key_bytes, what)
+    low, middle, high = (words[rows, at + step].astype(np.uint64) for step in range(3))
+    children: Pages = low | (middle << np.uint64(16)) | (high << np.uint64(32))
+    return children
