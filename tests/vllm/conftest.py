@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.vllm.harness import HERE, Daemon, Engine, prompt
+from tests.vllm.harness import HERE, Daemon, Engine
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -62,15 +62,13 @@ def engines(model: Path, folder: Path) -> Iterator[Callable[..., Engine]]:
 
 
 @pytest.fixture(scope="session")
-def answers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], list[int]]]:
-    """What an engine without the plugin answers to `prompt(seed)`, for the seeds that tests use."""
+def answers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[list[int]], list[int]]]:
+    """What an engine without the plugin answers to a prompt."""
     engine = Engine(model, tmp_path_factory.mktemp("plain"), "plain", None).ready()
-    known: dict[int, list[int]] = {}
 
-    def tokens(seed: int) -> list[int]:
-        if seed not in known:
-            known[seed] = engine.generate(prompt(seed))[0]["tokens"]
-        return known[seed]
+    def answer(tokens: list[int]) -> list[int]:
+        found: list[int] = engine.generate(tokens)[0]["tokens"]
+        return found
 
-    yield tokens
+    yield answer
     engine.stop()

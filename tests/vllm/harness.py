@@ -22,12 +22,16 @@ HERE = Path(__file__).parent
 BLOCK_TOKENS = 64
 #: 8 layers, 4 KV heads of 64, keys and values in two bytes each.
 BLOCK_BYTES = BLOCK_TOKENS * 8 * 4 * 64 * 2 * 2
-PROMPT_TOKENS = 4000
-FULL_BLOCKS = PROMPT_TOKENS // BLOCK_TOKENS
 OUTPUT_TOKENS = 8
+#: The prompt of the main job.
+LONG_TOKENS = 4000
+LONG_BLOCKS = LONG_TOKENS // BLOCK_TOKENS
+#: Everywhere else: 12 full blocks and a tail.
+TOKENS = 800
+BLOCKS = TOKENS // BLOCK_TOKENS
 
 
-def prompt(seed: int, tokens: int = PROMPT_TOKENS) -> list[int]:
+def prompt(seed: int, tokens: int = TOKENS) -> list[int]:
     """Random tokens: a prompt that shares no block with that of another seed."""
     return random.Random(seed).choices(range(2, 1000), k=tokens)
 

@@ -8,25 +8,24 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.vllm.harness import BLOCK_BYTES, BLOCK_TOKENS, FULL_BLOCKS, Daemon, Engine, prompt, stats_at, wait_until
+from tests.vllm.harness import BLOCK_BYTES, BLOCK_TOKENS, BLOCKS, Daemon, Engine, prompt, stats_at, wait_until
 
 
 def test_engine_starts_without_a_daemon_and_keeps_to_its_share(
-    folder: Path, engines: Callable[..., Engine], answers: Callable[[int], list[int]]
+    folder: Path, engines: Callable[..., Engine], answers: Callable[[list[int]], list[int]]
 ) -> None:
     daemon = Daemon(folder)
-    share = 20 * BLOCK_BYTES
+    share = 15 * BLOCK_BYTES
     engine = engines("alone", {"kvstore.endpoint": daemon.endpoint, "cpu_bytes_to_use": share}).ready()
-    assert engine.generate(prompt(30))[0]["tokens"] == answers(30)
+    assert engine.generate(prompt(30))[0]["tokens"] == answers(prompt(30))
     assert engine.metric("vllm:kvstore_attached") == 0
     assert engine.metrics()["vllm:kvstore_miss_blocks{reason=unavailable}"] > 0
 
     daemon.start()
     try:
         daemon.wait_attached()
-        engine.generate(prompt(31))
-        daemon.wait_stored(4)
-        engine.generate(prompt(32))
+        for seed in (31, 32, 33):
+            engine.generate(prompt(seed))
         wait_until("nothing is under way", lambda: daemon.stats()["reserved_slots"] == 0)
         stats = daemon.stats()
         assert 0 < stats["tiers"][0]["blocks"] * BLOCK_BYTES <= share
@@ -39,7 +38,7 @@ def test_engine_starts_without_a_daemon_and_keeps_to_its_share(
 
 
 def test_autostart_with_vllms_usual_processes(
-    tmp_path: Path, engines: Callable[..., Engine], answers: Callable[[int], list[int]]
+    tmp_path: Path, engines: Callable[..., Engine], answers: Callable[[list[int]], list[int]]
 ) -> None:
     """Nothing but what a user writes: the default endpoint, no daemon, scheduler and worker in their own processes."""
     endpoint = f"unix:{tmp_path}/kvstore/kvstore.sock"
@@ -54,13 +53,12 @@ def test_autostart_with_vllms_usual_processes(
         assert stats["tiers"][0]["capacity_bytes"] == 300_000_000
         assert stats["block_size"] == BLOCK_TOKENS
         assert os.getsid(pid) == pid  # it outlives the engine
-        engine.generate(prompt(1000, 640))
-        assert engine.generate(prompt(33))[0]["tokens"] == answers(33)
-        wait_until("the prompt is stored", lambda: stats_at(endpoint)["tiers"][0]["blocks"] >= FULL_BLOCKS + 10)
+        assert engine.generate(prompt(34))[0]["tokens"] == answers(prompt(34))
+        wait_until("the prompt is stored", lambda: stats_at(endpoint)["tiers"][0]["blocks"] >= BLOCKS)
         engine.forget_local()
         hits = engine.external_hits()
-        assert engine.generate(prompt(33))[0]["tokens"] == answers(33)
-        assert engine.external_hits() - hits == FULL_BLOCKS * BLOCK_TOKENS
+        assert engine.generate(prompt(34))[0]["tokens"] == answers(prompt(34))
+        assert engine.external_hits() - hits == BLOCKS * BLOCK_TOKENS
         engine.stop()
         wait_until("the engine's sessions have ended", lambda: len(stats_at(endpoint)["sessions"]) <= 1, 20)
         assert stats_at(endpoint)["pid"] == pid
