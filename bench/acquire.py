@@ -81,6 +81,7 @@ def empty_server(counts: Sequence[int]) -> Iterator[grpc.Channel]:
         mine, theirs = spawn.Pipe()
         process = spawn.Process(target=_serve_empty, args=(path, counts, theirs), daemon=True)
         process.start()
+        theirs.close()  # so that the end of that process is the end of the line
         mine.recv()
         with open_channel(parse_endpoint(f"unix:{path}"), None) as channel:
             yield channel

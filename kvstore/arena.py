@@ -332,8 +332,8 @@ class Arena:
         return True
 
     def _outdate(self, offset: int, length: int) -> None:
-        """Changes every epoch of a range. Slots of another size may have begun anywhere in it, and whoever still reads one
-        has to notice, whichever slots are handed out from now on.
+        """Changes every epoch of a range. Slots of another size may have begun anywhere in it, and whoever still reads
+        one has to notice, whichever slots are handed out from now on.
         """
         first = offset >> _EPOCH_SHIFT
         self._epochs[first : first + (length >> _EPOCH_SHIFT)] += np.uint32(1)

@@ -23,7 +23,7 @@ def _settings_options(function: Callable[..., Any]) -> Callable[..., Any]:
             flag_of(name),
             name,
             metavar=str(extra["metavar"]),
-            multiple=name == "listen",
+            multiple=name in ("listen", "disk_dir"),
             help=f"{field.description}{f'  [default: {shown_default}]' if shown_default != '' else ''}",
         )(function)
     return click.option(

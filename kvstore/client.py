@@ -247,7 +247,7 @@ class Client:
             InvalidRequest: not as many blocks as keys, a bad key, or not a contiguous buffer. Nothing is stored.
         """
         self._connection.check_usable()
-        return self._inserter.insert(keys, blocks)
+        return self._inserter.insert(keys, blocks, self._connection.namespace)
 
     def lookup(self, keys: Sequence[bytes]) -> int:
         """Length of the leading run that is available in any tier. Promises nothing: acquire or select pins."""
@@ -328,20 +328,32 @@ class Client:
 
     # -- for engines -----------------------------------------------------------------------------------------------
 
-    def reserve(self, count: int, *, kv_group: int = 0, wait_s: float = 0.0, keys: Sequence[bytes] = ()) -> Reservation:
+    def reserve(
+        self,
+        count: int,
+        *,
+        kv_group: int = 0,
+        wait_s: float = 0.0,
+        keys: Sequence[bytes] = (),
+        namespace: Namespace | None = None,
+    ) -> Reservation:
         """Takes empty slots; colder blocks leave for them. One call.
 
         Args:
             count: How many. Ignored where keys are given.
             wait_s: How long to wait for a pool that is being populated.
             keys: What the slots are for, if known: those that exist already get none.
+            namespace: The one that they are for; None: the one that is open.
+
+        Raises:
+            InvalidRequest: another namespace was opened meanwhile.
         """
         reply, _ = self._connection.ask(
             lambda at: (
                 self._stub.Reserve,
                 engine_pb2.ReserveRequest(
                     session=at.session,
-                    namespace=_digest(at),
+                    namespace=_digest(at, namespace),
                     group=kv_group,
                     count=count,
                     wait_ms=int(wait_s * 1000),
@@ -507,7 +519,9 @@ class Client:
                 raise
 
 
-def _digest(attached: Attached) -> bytes:
+def _digest(attached: Attached, expected: Namespace | None = None) -> bytes:
+    if expected is not None and expected.settled(attached.block_size) != attached.namespace:
+        raise InvalidRequest("another namespace was opened since these blocks were given to insert()")
     if not attached.digest:
         raise InvalidRequest("this client has no namespace: connect(..., namespace=kvstore.Namespace(...))")
     return attached.digest

@@ -51,17 +51,12 @@ class Limits:
         message_bytes_max: Bytes of one gRPC message. Room for `keys_max` of the longest keys, and four times gRPC's own
             default of 4 MiB, which a batch of a long prompt already passes.
         sessions_max: Sessions at once. Each holds a stream and an fd of the daemon; a host runs tens of engines.
-        namespaces_max: Namespaces open at once. Each keeps its text and books for the daemon's life.
-        namespace_text_bytes_max: Bytes of a namespace's canonical text. A model of 200 layers with long names has 20
-            kB.
         wait_s_max: Longest wait that a Select or a Reserve may ask for, so that no forgotten call waits for ever.
     """
 
     keys_max: int = 65_536
     message_bytes_max: int = 16 * _MIB
     sessions_max: int = 4_096
-    namespaces_max: int = 4_096
-    namespace_text_bytes_max: int = 256 * 1024
     wait_s_max: float = 600.0
 
 
@@ -90,6 +85,15 @@ def _parse_listeners(value: object) -> object:
     return tuple(_parse_endpoint(text) for text in texts)
 
 
+def _parse_folders(value: object) -> object:
+    texts: object = value
+    if isinstance(value, str):
+        texts = [part for part in value.split(",") if part.strip()]
+    if not isinstance(texts, (list, tuple)):
+        raise ValueError("write one folder or a list of them")
+    return tuple(Path(text.strip()).absolute() if isinstance(text, str) else text for text in texts)
+
+
 def _parse_endpoint(value: object) -> object:
     return parse_endpoint(value) if isinstance(value, str) else value
 
@@ -105,6 +109,7 @@ def _field(unit: str, default: Any = dataclasses.MISSING, *, help: str, metavar:
 
 
 Bytes = Annotated[pydantic.ByteSize, pydantic.BeforeValidator(_parse_bytes)]
+Folders = Annotated[tuple[Path, ...], pydantic.BeforeValidator(_parse_folders)]
 Listeners = Annotated[tuple[Endpoint, ...], pydantic.BeforeValidator(_parse_listeners)]
 Address = Annotated[Endpoint, pydantic.BeforeValidator(_parse_endpoint)]
 
@@ -126,6 +131,25 @@ class Settings(pydantic.BaseModel):
         metavar="SIZE",
         help="Size of the pool in memory, with all its bookkeeping: 1GB, 1GiB, 1e9 or a plain number of bytes. "
         "Required. At least 16 MiB, at most what the machine has free.",
+    )
+    disk_dir: Folders = _field(
+        "folder",
+        (),
+        help="Folder of the disk tier, for this daemon alone; made where there is none. May be repeated, one for each "
+        "device: blocks are spread over them. Default: no disk tier.",
+    )
+    disk_bytes: Bytes | None = _field(
+        "bytes",
+        None,
+        ge=4 * _MIB,
+        metavar="SIZE",
+        help="Hard budget of each --disk-dir, with its index and all. Required with --disk-dir.",
+    )
+    disk_write_policy: Literal["through", "back"] = _field(
+        "choice",
+        "through",
+        help="When a block is copied to disk. through: as soon as it is stored, so that a restart loses little. back: "
+        "when its turn to leave the pool has come, and at a clean stop.",
     )
     block_size: int = _field(
         "tokens",
@@ -169,14 +193,6 @@ class Settings(pydantic.BaseModel):
         ge=0,
         le=3600,
         help="How long a stopping daemon waits for leases and reservations to come back.",
-    )
-    session_grace_s: float = _field(
-        "seconds",
-        30.0,
-        ge=0,
-        le=3600,
-        help="How long the pins of a lost session stay held where its process cannot be watched. Longer than any copy "
-        "takes, or a reader may find its bytes replaced (it notices, and takes a miss).",
     )
     message_bytes_max: Bytes = _field(
         "bytes",
@@ -234,6 +250,12 @@ class Settings(pydantic.BaseModel):
                     f"--listen {endpoint} can be reached from other machines and needs --token-file FILE"
                     " (or listen on 127.0.0.1 or a Unix socket)"
                 )
+        if self.disk_dir and self.disk_bytes is None:
+            raise ValueError("--disk-dir needs --disk-bytes SIZE: the budget of the disk tier is never open-ended")
+        if self.disk_bytes is not None and not self.disk_dir:
+            raise ValueError("--disk-bytes needs --disk-dir FOLDER")
+        if len(set(self.disk_dir)) != len(self.disk_dir):
+            raise ValueError(f"--disk-dir names a folder twice: {', '.join(map(str, self.disk_dir))}")
         if self.keys_max * _KEY_WIRE_BYTES_MAX > self.message_bytes_max:
             raise ValueError(
                 f"{self.keys_max} keys (--keys-max) of {KEY_BYTES_MAX} bytes do not fit a message of"

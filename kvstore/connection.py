@@ -106,6 +106,11 @@ class Connection:
         """The session, if there is one now."""
         return self._attached
 
+    @property
+    def namespace(self) -> Namespace | None:
+        """The namespace that was asked for, as it was given; also while there is no session."""
+        return self._namespace
+
     def check_usable(self) -> None:
         """Raises ForkedClient or ClientClosed where no call can work any more."""
         if os.getpid() != self._pid:

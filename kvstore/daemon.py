@@ -20,7 +20,7 @@ from grpc_reflection.v1alpha import reflection
 import kvstore
 from kvstore.admin import AdminClient
 from kvstore.arena import Arena
-from kvstore.clock import SystemClock
+from kvstore.clock import Clock, SystemClock
 from kvstore.config import Settings
 from kvstore.endpoint import Endpoint, EndpointKind
 from kvstore.errors import AlreadyRunning, ConfigError, KVStoreError
@@ -33,6 +33,8 @@ from kvstore.metrics import MetricsServer
 from kvstore.population import Populator
 from kvstore.service import AdminService, EngineService, Gate
 from kvstore.stats import Stats, hierarchy_stats
+from kvstore.tier import Tier
+from kvstore.transfers import WritePolicy
 from kvstore.wire.v1 import admin_pb2, admin_pb2_grpc, engine_pb2, engine_pb2_grpc
 
 _SERVICES: Final = tuple(
@@ -77,7 +79,8 @@ class _Daemon:
         self._started = self._clock.monotonic()
         self._generation = secrets.token_bytes(8)
         self._arena = Arena(settings.cpu_bytes, settings.hugepages)
-        self._hierarchy = Hierarchy(self._arena, self._clock)
+        self._tiers = _tiers(settings, self._clock)
+        self._hierarchy = Hierarchy(self._arena, self._clock, self._tiers, WritePolicy(settings.disk_write_policy))
         self._gate = Gate(settings.read_token())
         unix = next((endpoint for endpoint in settings.listen if endpoint.is_unix), None)
         limits = settings.limits
@@ -104,6 +107,11 @@ class _Daemon:
     async def run(self) -> int:
         """Serves until a signal, then drains and stops."""
         loop = asyncio.get_running_loop()
+        # Before anybody is told that this daemon is there: a folder that belongs to another one ends it here. Large
+        # indexes are read afterwards.
+        for tier in self._tiers:
+            await tier.open()
+        self._hierarchy.adopt_namespaces()
         stopping = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stopping.set)
@@ -155,6 +163,8 @@ class _Daemon:
                 metrics.close()
             await server.stop(grace=1.0)
             await self._handoff.close()
+            for tier in self._tiers:
+                await tier.close()
         log.info("stopped")
         return 0
 
@@ -229,6 +239,9 @@ class _Daemon:
         while any(held) and self._clock.monotonic() < deadline:
             await asyncio.sleep(0.02)
             held = self._held()
+        left = max(1.0, deadline - self._clock.monotonic())
+        if not await self._hierarchy.settle(left):
+            log.warning("not every block was copied down", queued_bytes=self._hierarchy.transfers.queued_bytes)
         if any(held):
             log.warning("stopping although something is held", leases=held[0], reserved_slots=held[1])
 
@@ -271,6 +284,23 @@ class _Daemon:
             "calls": dict(self._gate.calls),
             "errors": dict(self._gate.errors),
         }
+
+
+def _tiers(settings: Settings, clock: Clock) -> list[Tier]:
+    """What the settings put below the pool, fastest first."""
+    if settings.disk_bytes is None:
+        return []
+    # Here, so that a daemon without a disk tier starts without the libraries of one.
+    from kvstore.tiers.disk import DiskTier
+    from kvstore.tiers.striped import StripedTier
+
+    if len(settings.disk_dir) == 1:
+        return [DiskTier(settings.disk_dir[0], settings.disk_bytes, clock)]
+    parts = [
+        DiskTier(folder, settings.disk_bytes, clock, name=f"disk{index}")
+        for index, folder in enumerate(settings.disk_dir)
+    ]
+    return [StripedTier("disk", parts)]
 
 
 def _progress_bar(total_bytes: int) -> Callable[[int], None]:

@@ -27,8 +27,8 @@ class Found(Sequence[memoryview]):
         self._pool = arena.as_numpy()
         self._block_bytes = block_bytes
         self._views: dict[int, memoryview] = {}
-        # Guards the three below; views may be dropped by any thread, also by the garbage collector in the middle of what
-        # the thread does under this lock.
+        # Guards the three below; views may be dropped by any thread, also by the garbage collector in the middle of
+        # what the thread does under this lock.
         self._lock = threading.RLock()
         #: By id: a reference hashes as what it refers to, and arrays do not hash.
         self._in_use: dict[int, weakref.ref[object]] = {}

@@ -36,6 +36,8 @@ from kvstore.transfers import Transfers, WritePolicy
 
 #: Namespaces in one life of the daemon. Each costs about a kilobyte; a client that makes one per request is mistaken.
 NAMESPACES_MAX: Final = 4096
+#: Bytes of a namespace's text. A model of 200 layers with long names has 20 kB.
+NAMESPACE_TEXT_BYTES_MAX: Final = 256 << 10
 #: KV-cache groups of one namespace. The largest hybrid model known has 12.
 GROUPS_MAX: Final = 64
 #: Blocks that an operator's call removes before it lets others run.
@@ -74,7 +76,7 @@ class Hierarchy:
         """`tiers`: what is below the pool, fastest first. The caller opens them before and closes them afterwards."""
         self.arena = arena
         self.pool = Pool(arena)
-        self.transfers = Transfers(self.pool, tiers, write_policy, clock, self._wake)
+        self.transfers = Transfers(self.pool, tiers, write_policy, clock, self._wake, self._wake_reservers)
         self.sessions = LeaseTable(clock)
         self.namespaces: dict[bytes, NamespaceEntry] = {}
         self.counts = Counts()
@@ -92,6 +94,11 @@ class Hierarchy:
             SizeMismatch: it is open with other block sizes; both are named.
             LimitExceeded: too many groups or namespaces.
         """
+        if len(identity) > NAMESPACE_TEXT_BYTES_MAX:
+            raise LimitExceeded(
+                f"a namespace text of {len(identity)} bytes; at most {NAMESPACE_TEXT_BYTES_MAX}"
+                " (namespace_text_bytes_max)"
+            )
         fields = parse_identity(identity)
         sizes = tuple(group_bytes)
         if not sizes or any(size < 1 for size in sizes):
@@ -147,6 +154,9 @@ class Hierarchy:
 
     def acquire(self, session: Session, keyspace: Keyspace, keys: Sequence[bytes], request_id: int = 0) -> Lease | None:
         """Pins the leading run that is available; None where that is empty. Hit and pin are one step."""
+        # Between two queries of one call the session may have ended, or its client may have given the call up.
+        if session.ended or request_id in session.forgotten:
+            return None
         run: list[Block | None] = list(map(keyspace.blocks.get, keys))
         if None in run:
             del run[run.index(None) :]
@@ -162,7 +172,23 @@ class Hierarchy:
             return ready
         return ready + await self.transfers.available(keyspace, keys[ready:])
 
-    async def promote(self, session: Session, keyspace: Keyspace, keys: Sequence[bytes], ready: int) -> int:
+    async def acquire_or_promote(
+        self, session: Session, keyspace: Keyspace, keys: Sequence[bytes], request_id: int
+    ) -> tuple[Lease | None, int]:
+        """As acquire, and brings up what follows from the tiers below.
+
+        Returns:
+            The lease, and how many further keys are on their way: ask again for those.
+        """
+        lease = self.acquire(session, keyspace, keys, request_id)
+        ready = len(lease.blocks) if lease is not None else 0
+        pending = await self._promote(session, keyspace, keys, ready)
+        if pending:
+            self.counts.misses["absent"] -= pending
+            self.counts.misses["pending"] += pending
+        return lease, pending
+
+    async def _promote(self, session: Session, keyspace: Keyspace, keys: Sequence[bytes], ready: int) -> int:
         """Brings up what comes after the first `ready` keys. Returns how many of those are on their way."""
         if ready == len(keys) or not self.transfers.tiers or self.draining:
             return 0
@@ -199,7 +225,7 @@ class Hierarchy:
             if missing is None or left <= 0 or self.draining:
                 break
             if missing not in keyspace.blocks and self.transfers.tiers:
-                await self.promote(session, keyspace, keys, len(run))
+                await self._promote(session, keyspace, keys, len(run))
                 # Whatever came up meanwhile woke nobody, since nobody waited yet: look before waiting.
                 if missing in keyspace.blocks:
                     continue
@@ -328,17 +354,19 @@ class Hierarchy:
     async def reserve_within(
         self, session: Session, keyspace: Keyspace, count: int, wait_s: float, request_id: int = 0
     ) -> Reserved:
-        """As reserve, but waits up to `wait_s` for memory that is still on its way. Counts what is refused in the
-        end.
+        """As reserve, but waits up to `wait_s` for room that is on its way: memory that is being populated, blocks that
+        are being copied down. Counts what is refused in the end.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + wait_s
         got = self.reserve(session, keyspace, count, request_id)
-        while got.shortfall is Shortfall.POPULATING and (left := deadline - loop.time()) > 0:
+        while got.shortfall in (Shortfall.POPULATING, Shortfall.COPYING) and (left := deadline - loop.time()) > 0:
             self._progress = self._progress or loop.create_future()
             try:
+                # Not wait_for: in Python 3.11 it swallows a cancellation that comes together with the answer.
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(asyncio.shield(self._progress), left)
+                    async with asyncio.timeout(left):
+                        await asyncio.shield(self._progress)
             except asyncio.CancelledError:
                 # The caller has gone and never learns of these slots.
                 self.abort(session, got.offsets)
@@ -355,14 +383,14 @@ class Hierarchy:
     def add_populated(self, length: int) -> None:
         """The next `length` bytes of the pool have their memory."""
         self.arena.add_populated(length)
-        self._wake_population()
+        self._wake_reservers()
 
     def end_population(self) -> None:
         """The machine has no more memory: what is populated now is all there will be."""
         self.pool.population_failed = True
-        self._wake_population()
+        self._wake_reservers()
 
-    def _wake_population(self) -> None:
+    def _wake_reservers(self) -> None:
         if self._progress is not None:
             self._progress.set_result(None)
             self._progress = None
@@ -516,6 +544,11 @@ class Hierarchy:
                     break
                 listed.append(block)
         return listed, total
+
+    async def settle(self, timeout_s: float) -> bool:
+        """Copies every block down that has no copy below. Returns whether all of it was done in time."""
+        blocks = [block for keyspace in self._keyspaces(None) for block in keyspace.blocks.values()]
+        return await self.transfers.settle(timeout_s, blocks)
 
     @property
     def waiting(self) -> int:

@@ -8,13 +8,13 @@ import queue
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.blocks import KEY_BYTES_MAX
+from kvstore.blocks import KEY_BYTES_MAX, Namespace
 from kvstore.errors import DeadlineExceeded, InvalidRequest, KVStoreError, NoMapping, SizeMismatch
 
 if TYPE_CHECKING:
@@ -80,6 +80,7 @@ class Ticket:
 class _Job:
     keys: Sequence[bytes]
     blocks: Sequence[Bytes]
+    namespace: Namespace
     ticket: Ticket
 
 
@@ -94,16 +95,18 @@ class Inserter:
         self._closed = False
         self._thread: threading.Thread | None = None
 
-    def insert(self, keys: Sequence[bytes], blocks: Sequence[Any]) -> Ticket:
+    def insert(self, keys: Sequence[bytes], blocks: Sequence[Any], namespace: Namespace | None) -> Ticket:
         """See Client.insert."""
+        if namespace is None:
+            raise InvalidRequest("this client has no namespace: connect(..., namespace=kvstore.Namespace(...))")
         keys = list(keys)
-        arrays = self._checked(keys, blocks)
+        arrays = self._checked(keys, blocks, namespace.block_bytes)
         ticket = Ticket()
         if not keys:
             ticket._settle(InsertResult(0, 0, {}))
         elif self._queue.qsize() >= _TICKETS_MAX:
             ticket._settle(InsertResult(0, 0, {"queue_full": len(keys)}))
-        elif not self._put(_Job(keys, arrays, ticket)):
+        elif not self._put(_Job(keys, arrays, namespace, ticket)):
             ticket._settle(InsertResult(0, 0, {"closed": len(keys)}))
         return ticket
 
@@ -140,14 +143,14 @@ class Inserter:
                 self._thread = threading.Thread(target=self._run, name="kvstore-insert", daemon=True)
                 self._thread.start()
 
-    def _checked(self, keys: Sequence[bytes], blocks: Sequence[Any]) -> list[Bytes]:
+    @staticmethod
+    def _checked(keys: Sequence[bytes], blocks: Sequence[Any], block_bytes: int) -> list[Bytes]:
         """The blocks as arrays of bytes, without a copy."""
         if len(keys) != len(blocks):
             raise InvalidRequest(f"{len(keys)} keys and {len(blocks)} blocks: each key needs one block")
         for key in keys:
             if not isinstance(key, bytes) or not 1 <= len(key) <= KEY_BYTES_MAX:
                 raise InvalidRequest(f"key {key!r:.80}: keys are bytes, 1 to {KEY_BYTES_MAX} of them")
-        namespace = self._client.namespace
         arrays = []
         for index, block in enumerate(blocks):
             try:
@@ -157,9 +160,9 @@ class Inserter:
                 raise InvalidRequest(f"block {index} is no buffer of plain bytes: {error}") from error
             if array is None:
                 raise InvalidRequest(f"block {index} is not C-contiguous: copy it first")
-            if namespace is not None and array.nbytes != namespace.block_bytes:
+            if array.nbytes != block_bytes:
                 raise SizeMismatch(
-                    f"block {index} has {array.nbytes} bytes and blocks of this namespace have {namespace.block_bytes}"
+                    f"block {index} has {array.nbytes} bytes and blocks of this namespace have {block_bytes}"
                 )
             arrays.append(array)
         return arrays
@@ -188,10 +191,10 @@ class Inserter:
         try:
             for start in starts:
                 keys = job.keys[start : start + step]
-                slots = coming.result() if coming is not None else self._reserve(keys)
+                slots = coming.result() if coming is not None else self._reserve(keys, job.namespace)
                 coming = None
                 if start + step < len(job.keys) and slots.shortfall is None:
-                    coming = calls.submit(self._reserve, job.keys[start + step : start + 2 * step])
+                    coming = calls.submit(self._reserve, job.keys[start + step : start + 2 * step], job.namespace)
                 missing = np.flatnonzero(~slots.exists)
                 got = len(slots.offsets)
                 # What exists after the first block that got no slot cannot be told apart from what got none: stop
@@ -214,12 +217,14 @@ class Inserter:
                 with contextlib.suppress(KVStoreError):
                     unused = coming.result()
                     self._client.abort(unused.generation, unused.offsets)
+            # Those that are under way still count, and the caller may change its blocks once the ticket is done.
+            wait(commits)
             done = counts["stored"] + counts["exists"] + sum(refused.values())
             refused[type(error).__name__] += len(job.keys) - done
         return InsertResult(counts["stored"], counts["exists"], dict(refused))
 
-    def _reserve(self, keys: Sequence[bytes]) -> Reservation:
-        return self._client.reserve(len(keys), keys=keys, wait_s=_POPULATING_S)
+    def _reserve(self, keys: Sequence[bytes], namespace: Namespace) -> Reservation:
+        return self._client.reserve(len(keys), keys=keys, wait_s=_POPULATING_S, namespace=namespace)
 
     def _copy(self, slots: Reservation, blocks: Sequence[Bytes]) -> None:
         arena = self._client.arena
@@ -237,7 +242,13 @@ class Inserter:
     def _commit(self, slots: Reservation, keys: Sequence[bytes], parent: bytes | None, counts: Counter[str]) -> None:
         if not keys:
             return
-        outcomes = self._client.commit(slots.generation, slots.offsets, keys, parent=parent).tolist()
+        try:
+            outcomes = self._client.commit(slots.generation, slots.offsets, keys, parent=parent).tolist()
+        except KVStoreError:
+            # Slots that were committed all the same, and only the answer was lost, are not this session's any more.
+            with contextlib.suppress(KVStoreError):
+                self._client.abort(slots.generation, slots.offsets)
+            raise
         counts["stored"] += outcomes.count(1)
         counts["exists"] += outcomes.count(2)
         if lost := outcomes.count(3):

@@ -29,6 +29,7 @@ class Shortfall(enum.Enum):
     POPULATING = "populating"
     TOO_LARGE = "too_large"
     DRAINING = "draining"
+    COPYING = "copying"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -51,6 +52,7 @@ class Pool:
         may_leave: Asked before an unpinned block is evicted. False: whoever answered has pinned it, and removes it
             later.
         dirty_stays: Whether blocks without a copy below keep their segment from changing its slot size.
+        copying: Whether so much is being copied down that no block without a copy can be taken on.
         population_failed: Whether population ended early for want of memory: what is there is all there will be.
     """
 
@@ -63,6 +65,7 @@ class Pool:
         self.population_failed = False
         self.may_leave: Callable[[Block], bool] = lambda block: True
         self.dirty_stays = False
+        self.copying: Callable[[], bool] = lambda: False
         self._ticker = Ticker()
         self._homes: dict[int, list[Home]] = {}
 
@@ -85,7 +88,7 @@ class Pool:
                 shortfall = Shortfall.POPULATING
                 break
             if not self._make_room(slot_bytes, allowed - len(taken)):
-                shortfall = Shortfall.PINNED
+                shortfall = Shortfall.COPYING if self.dirty_stays and self.copying() else Shortfall.PINNED
                 break
             taken += self.arena.allocate(slot_bytes, allowed - len(taken))
         group.used_bytes += len(taken) * slot_bytes
@@ -198,7 +201,10 @@ class Pool:
             ages = [(age, home) for home in homes if (age := home.policy.oldest_tick()) is not None]
             if not ages:
                 return False
-            block = min(ages, key=lambda pair: pair[0])[1].policy.pop()
+            policy = min(ages, key=lambda pair: pair[0])[1].policy
+            if self.dirty_stays and self.copying() and any(not each.below for each in policy.peek(1)):
+                return False  # it could only leave without a copy; a little later it leaves with one
+            block = policy.pop()
             # A pinned one is left out of the order here; the end of its lease touches it and so puts it back.
             if block is not None and not block.pins and self.may_leave(block):
                 self._unlink(block, "evicted")

@@ -212,7 +212,9 @@ class EngineService(_Servicer, engine_pb2_grpc.EngineServicer):
         return engine_pb2.AcquireReply(
             generation=self._generation,
             grants=[
-                self._granted(hierarchy.acquire(session, keyspace, query.keys, request.request_id))
+                self._granted(
+                    *await hierarchy.acquire_or_promote(session, keyspace, list(query.keys), request.request_id)
+                )
                 for keyspace, query in zip(keyspaces, request.queries, strict=True)
             ],
         )
@@ -306,12 +308,16 @@ class EngineService(_Servicer, engine_pb2_grpc.EngineServicer):
             )
         return wait_ms / 1000
 
-    def _granted(self, lease: Lease | None) -> engine_pb2.Grant:
+    def _granted(self, lease: Lease | None, pending: int = 0) -> engine_pb2.Grant:
         if lease is None:
-            return engine_pb2.Grant()
+            return engine_pb2.Grant(pending=pending)
         offsets, epochs = self._hierarchy.locations(lease)
         return engine_pb2.Grant(
-            lease=lease.id, ready=len(lease.blocks), offsets=offsets.tobytes(), epochs=epochs.tobytes()
+            lease=lease.id,
+            ready=len(lease.blocks),
+            pending=pending,
+            offsets=offsets.tobytes(),
+            epochs=epochs.tobytes(),
         )
 
 

@@ -31,7 +31,8 @@ def hierarchy_stats(hierarchy: Hierarchy) -> Stats:
     ]
     counts = hierarchy.counts
     return {
-        "tiers": [_cpu_tier(hierarchy)],
+        "tiers": [_cpu_tier(hierarchy), *(dict(tier.stats()) for tier in hierarchy.transfers.tiers)],
+        "transfers": {**hierarchy.transfers.counts, "queued_bytes": hierarchy.transfers.queued_bytes},
         "namespaces": [
             {
                 "digest": entry.digest.hex(),

@@ -54,6 +54,7 @@ class Transfers:
     Args:
         tiers: Fastest first.
         wake: Called for each key whose promotion has ended, one way or the other.
+        room_made: Called when copies have been made, so that blocks can leave the pool that could not before.
 
     Attributes:
         counts: What happened: promoted, copied, and what was not and why. Only ever grows.
@@ -68,6 +69,7 @@ class Transfers:
         policy: WritePolicy,
         clock: Clock,
         wake: Callable[[Keyspace, bytes], None],
+        room_made: Callable[[], None],
     ) -> None:
         self.tiers = tuple(tiers)
         self.counts: Counter[str] = Counter()
@@ -77,6 +79,7 @@ class Transfers:
         self._policy = policy
         self._clock = clock
         self._wake = wake
+        self._room_made = room_made
         self._bytes_max = int(pool.arena.size_bytes * _SHARE)
         self._queued_bytes = 0
         self._coming_bytes = 0
@@ -94,6 +97,7 @@ class Transfers:
         if self.tiers:
             pool.may_leave = self._may_leave
             pool.dirty_stays = policy is WritePolicy.BACK
+            pool.copying = lambda: self._queued_bytes >= self._bytes_max
 
     # -- down ------------------------------------------------------------------------------------------------------
 
@@ -120,7 +124,7 @@ class Transfers:
         size = block.keyspace.slot_bytes
         if block in self.held:
             return False
-        if self._queued_bytes + size > self._bytes_max and self._queued_bytes:
+        if self._queued_bytes >= self._bytes_max:
             self.counts["not_copied_queue_full"] += 1
             return False
         self._queued_bytes += size
@@ -184,6 +188,7 @@ class Transfers:
                 if cold and block.state is BlockState.READY and not block.pins:
                     self._pool.remove(block, "evicted")
             self._start_writing()
+            self._room_made()
 
     # -- up --------------------------------------------------------------------------------------------------------
 

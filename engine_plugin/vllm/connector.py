@@ -96,11 +96,11 @@ class KVStoreConnector(OffloadingConnector):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         meta = super().build_connector_meta(scheduler_output)
-        if scheduler_output.total_num_scheduled_tokens == 0 and self._manager.waiting():
-            # Nothing to compute, and the engine would ask again at once. In an engine that shares its process with the
-            # scheduler that loop keeps the interpreter from the very thread that fetches the answer (vLLM's own loop
-            # sleeps 1 ms here, but only in its separate process). This gives way for half a millisecond or until an
-            # answer is in; it does not wait for the daemon, and no request could run meanwhile.
+        if scheduler_output.total_num_scheduled_tokens == 0:
+            # Nothing to compute, and while a request waits for its lookup the engine would ask again at once. Where
+            # scheduler and program share a process, that loop keeps the interpreter from the very thread that fetches
+            # the answer (vLLM's own loop sleeps 1 ms here, but only in a process of its own). This gives way for half a
+            # millisecond or until an answer is in; it does not wait for the daemon, and nothing could run meanwhile.
             self._manager.give_way(GIVE_WAY_S)
         return meta
 

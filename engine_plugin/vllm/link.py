@@ -28,6 +28,7 @@ from typing import Any, Final, Protocol
 import numpy as np
 
 from engine_plugin.vllm.guard import limited_log
+from engine_plugin.vllm.stock import Slots, SlotStock
 from kvstore.errors import (
     DaemonUnavailable,
     DeadlineExceeded,
@@ -41,10 +42,7 @@ log = logging.getLogger("vllm.kvstore")
 
 #: After a verdict that did not come in time, lookups are misses for this long before the next one may try.
 BREAK_S: Final = 1.0
-#: A stock that no store has drawn on for this long goes back to the pool.
-STOCK_IDLE_S: Final = 5.0
-#: Empty slots kept while the engine stores, for blocks that no lookup announces (such as generated tokens).
-STOCK_BASE: Final = 4
+#: Turns come at least this often, for what has to be tried again.
 _TICK_S: Final = 0.5
 _KEYS_PER_CALL_MAX: Final = 16_384
 
@@ -92,18 +90,6 @@ class Reply:
 
 
 @dataclasses.dataclass(slots=True)
-class Slots:
-    """Empty slots taken from the stock, of one generation."""
-
-    generation: bytes
-    offsets: np.ndarray
-    epochs: np.ndarray
-
-    def __len__(self) -> int:
-        return len(self.offsets)
-
-
-@dataclasses.dataclass(slots=True)
 class Commit:
     """Filled slots to be published under keys that follow one another."""
 
@@ -143,7 +129,6 @@ class DaemonLink:
         self, client: Any, *, stock_max: int, now: Callable[[], float] = time.monotonic, threaded: bool = True
     ) -> None:
         self._client = client
-        self._stock_max = stock_max
         self._now = now
         self._lock = threading.Lock()
         self._wake = threading.Condition(self._lock)
@@ -152,11 +137,7 @@ class DaemonLink:
         self._retry: list[tuple[bytes, np.ndarray]] = []  # owned by the thread: aborts that got no answer
         self._retry_releases: list[Grant] = []  # likewise
         self._replies: deque[Reply] = deque()
-        self._stock: deque[tuple[int, int]] = deque()  # (offset, epoch), all of _stock_generation
-        self._stock_generation: bytes = b""
-        self._demand = 0  # slots that announced stores have not taken so far
-        self._stock_used_at = -STOCK_IDLE_S
-        self._stock_retry_at = 0.0
+        self._stock = SlotStock(stock_max, now)
         self._broken_until = 0.0
         self._flushes_wanted = 0
         self._flushes_done = 0
@@ -206,17 +187,14 @@ class DaemonLink:
 
     def take_slots(self, count: int) -> Slots:
         """Takes up to `count` empty slots from the stock; the thread tops it up behind."""
+        slots = self._stock.take(count)
         with self._lock:
-            self._stock_used_at = self._now()
-            taken = [self._stock.popleft() for _ in range(min(count, len(self._stock)))]
-            self._demand = max(0, self._demand - count)
             self._wake.notify()
-            generation = self._stock_generation
-        return Slots(
-            generation,
-            np.fromiter((offset for offset, _ in taken), np.uint64, len(taken)),
-            np.fromiter((epoch for _, epoch in taken), np.uint32, len(taken)),
-        )
+        return slots
+
+    def set_busy(self, busy: bool) -> None:
+        """Whether the engine has requests, which may store."""
+        self._stock.set_busy(busy)
 
     def commit(self, commit: Commit) -> None:
         """Publishes filled slots behind."""
@@ -272,8 +250,9 @@ class DaemonLink:
         over = False
         while not over:
             with self._lock:
-                if not (self._work or self._stop or self._stock_due()):
-                    self._wake.wait(_TICK_S)
+                pause = self._stock.pause_s() if self._client.attached else None
+                if not (self._work or self._stop or pause == 0):
+                    self._wake.wait(min(_TICK_S, pause or _TICK_S))
             try:
                 over = self.turn()
             except Exception:  # a defect here must not end the thread: misses would never end
@@ -293,10 +272,9 @@ class DaemonLink:
             self._do_queries(work.queries)
         for commit in work.commits:
             self._do_commit(commit)
-        if stop:
-            with self._lock:
-                if self._stock:
-                    work.aborts.append(self._drain_stock())
+        unused = self._stock.surplus(all_of_it=stop)
+        if len(unused):
+            work.aborts.append((unused.generation, unused.offsets))
         aborts, self._retry = self._retry + work.aborts, []
         for generation, offsets in aborts:
             self._do_abort(generation, offsets)
@@ -352,9 +330,7 @@ class DaemonLink:
                 replies.append(Reply(query, None, int(available or 0), generation, problem))
         missing = sum(len(reply.query.hashes) - reply.available for reply in replies if not reply.problem)
         if missing:
-            with self._lock:
-                self._demand += missing
-                self._stock_used_at = self._now()
+            self._stock.announce(missing)
             self._do_stock()
         self._answer(replies)
 
@@ -395,57 +371,21 @@ class DaemonLink:
         if problem in ("deadline", "draining"):
             self._retry_releases = leases
 
-    # -- stock ---------------------------------------------------------------------------------------------------------
-
-    def _stock_short(self) -> int:
-        """With the lock. How many slots the stock lacks now; negative: how many it has too many."""
-        if self._now() - self._stock_used_at > STOCK_IDLE_S:
-            self._demand = 0
-            return -len(self._stock)
-        return min(self._stock_max, self._demand + STOCK_BASE) - len(self._stock)
-
-    def _stock_due(self) -> bool:
-        """With the lock. Whether the thread has something to do for the stock before the next tick."""
-        return self._stock_short() > 0 and bool(self._client.attached) and self._now() >= self._stock_retry_at
-
-    def _drain_stock(self) -> tuple[bytes, np.ndarray]:
-        """With the lock. Takes the whole stock out, to be returned."""
-        offsets = np.fromiter((offset for offset, _ in self._stock), np.uint64, len(self._stock))
-        self._stock.clear()
-        return self._stock_generation, offsets
-
     def _do_stock(self) -> None:
-        """Tops the stock up, or returns it where nothing was stored for a while."""
-        if not self._client.attached:
-            return
         generation = self._client.generation
-        surplus = None
-        with self._lock:
-            if self._stock_generation != generation:
-                self._stock.clear()  # slots of a pool that is gone
-                self._stock_generation = generation or b""
-            count = self._stock_short()
-            if count < 0 and self._now() - self._stock_used_at > STOCK_IDLE_S:
-                surplus = self._drain_stock()
-            if self._now() < self._stock_retry_at:
-                count = 0
-        if surplus is not None:
-            self._do_abort(*surplus)
-        if count <= 0:
+        if not self._client.attached or generation is None:
+            return
+        self._stock.settle(generation)
+        count = self._stock.lacks()
+        if not count:
             return
         reservation, problem = self._call("reserve", self._client.reserve, count)
-        short = bool(problem) or len(reservation.offsets) < count
-        # A pool that is full or silent is asked again after a moment, not in a loop.
-        self._stock_retry_at = self._now() + _TICK_S if short else 0.0
         if problem:
+            self._stock.fill(count, None)
             return
-        with self._lock:
-            if reservation.generation != self._stock_generation:
-                self._stock.clear()
-                self._stock_generation = reservation.generation
-            self._stock.extend(zip(reservation.offsets.tolist(), reservation.epochs.tolist(), strict=True))
-        if short:
-            self._count("shortfall", str(reservation.shortfall), count - len(reservation.offsets))
+        slots = Slots(reservation.generation, reservation.offsets, reservation.epochs)
+        self._stock.fill(count, slots, populating=reservation.shortfall == "populating")
+        self._count("shortfall", str(reservation.shortfall), count - len(slots))
 
     # -- calls ---------------------------------------------------------------------------------------------------------
 

@@ -123,9 +123,7 @@ class Lookups:
             return self._first(req_id, key)
         if request.phase is _Phase.ASKED:
             self._take_replies()
-            if request.phase is _Phase.ASKED:
-                return Verdict.RETRY
-            return self.lookup(req_id, key)
+            return Verdict.RETRY if request.query is not None else self.lookup(req_id, key)
         if request.phase is _Phase.GATHERING:
             request.keys.setdefault(key, len(request.keys))
             return Verdict.RETRY
@@ -217,24 +215,25 @@ class Lookups:
         keys = list(request.keys)
         if reply.available:
             self._on_present(keys[: reply.available], reply.generation)
-        request.phase = _Phase.ANSWERED
-        request.query = None
-        request.lease = reply.lease
-        request.ready = len(reply.lease.offsets) if reply.lease is not None else 0
-        if request.ready and reply.lease.generation != self._ready_generation():
+        lease = reply.lease
+        ready = len(lease.offsets) if lease is not None else 0
+        if lease is not None and lease.generation != self._ready_generation():
             # The workers have mapped another pool, or none: they could not load this.
-            self._link.release([reply.lease])
+            self._link.release([lease])
             self._refuse(req_id, request, "worker_detached")
             return
-        if request.ready and self._distrusted:
-            request.ready = self._trusted_run(keys[: request.ready], reply.lease)
-        if not request.ready:
+        if lease is not None and self._distrusted:
+            ready = self._trusted_run(keys[:ready], lease)
+        if not ready:
             self._holders.discard(req_id)
-            if request.lease is not None:
-                self._link.release([request.lease])
-                request.lease = None
-        self.counts["hits", ""] += request.ready
-        self.counts["misses", "absent"] += len(keys) - request.ready
+            if lease is not None:
+                self._link.release([lease])
+                lease = None
+        request.phase = _Phase.ANSWERED
+        request.query = None
+        request.lease, request.ready = lease, ready
+        self.counts["hits", ""] += ready
+        self.counts["misses", "absent"] += len(keys) - ready
 
     def _refuse(self, req_id: str, request: _Request, reason: str) -> None:
         self._holders.discard(req_id)

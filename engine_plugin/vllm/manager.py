@@ -89,6 +89,7 @@ class KVStoreManager(OffloadingManager):
             ask_about=self._lookups.ask_about,
         )
         self._last_offered: dict[str, tuple[int, bytes]] = {}  # request -> end token and key of its last load or store
+        self._alive: set[str] = set()
         self._counts: Counter[tuple[str, str]] = Counter()
         self.hook_errors: Counter[str] = Counter()
 
@@ -99,13 +100,11 @@ class KVStoreManager(OffloadingManager):
             return None
         return generations.pop() or None
 
-    def waiting(self) -> bool:
-        """Whether a request waits for the daemon's answer."""
-        return self._lookups.waiting()
-
+    @guarded(nothing)
     def give_way(self, timeout_s: float) -> None:
-        """Lets other threads of this process run, for a moment at most."""
-        self._link.wait_answer(timeout_s)
+        """Where a request waits for an answer: lets other threads of this process run, for a moment at most."""
+        if self._lookups.waiting():
+            self._link.wait_answer(timeout_s)
 
     # -- loads ---------------------------------------------------------------------------------------------------------
 
@@ -170,7 +169,11 @@ class KVStoreManager(OffloadingManager):
 
     # -- the engine's life ---------------------------------------------------------------------------------------------
 
+    @guarded(lambda *_args: RequestOffloadingContext())
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        if not self._alive:
+            self._link.set_busy(True)
+        self._alive.add(req_context.req_id)
         return RequestOffloadingContext()
 
     @guarded(nothing)
@@ -181,6 +184,9 @@ class KVStoreManager(OffloadingManager):
     def on_request_finished(self, req_context: ReqContext) -> None:
         self._lookups.finished(req_context.req_id)
         self._last_offered.pop(req_context.req_id, None)
+        self._alive.discard(req_context.req_id)
+        if not self._alive:
+            self._link.set_busy(False)
 
     @guarded(nothing)
     def on_report(self, report: WorkerReport) -> None:

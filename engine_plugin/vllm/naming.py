@@ -136,7 +136,7 @@ def namespace_of(config: OffloadingConfig, facts: EngineFacts, tenant: str = "")
 
 def rank_bytes_of(config: OffloadingConfig) -> int:
     """Bytes of one block that each rank holds."""
-    return config.worker_kv_bytes_per_block * config.cache.blocks_per_chunk
+    return int(config.worker_kv_bytes_per_block * config.cache.blocks_per_chunk)
 
 
 def refuse_unsupported(config: OffloadingConfig, facts: EngineFacts) -> None:

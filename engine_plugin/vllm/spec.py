@@ -29,8 +29,8 @@ from kvstore.errors import ConfigError
 
 _facts: contextvars.ContextVar[EngineFacts] = contextvars.ContextVar("kvstore engine facts")
 
-#: Reserved slots are the engine's own bytes: at most this part of its share waits empty.
-_STOCK_PART_OF_SHARE: Final = 4
+#: Reserved slots are the engine's own bytes: at most one part in so many of its share waits empty.
+_STOCK_PART_OF_SHARE: Final = 2
 
 
 @contextlib.contextmanager
@@ -132,6 +132,8 @@ class KVStoreSpec(OffloadingSpec):
 
     def _stock_max(self) -> int:
         """Most empty slots held in reserve: what two steps can fill, but never much of the engine's share."""
+        if not self._facts.stores:
+            return 0
         settings, namespace = self._settings, self.namespace
         assert namespace.block_size is not None
         wanted = settings.stock_blocks or max(16, 2 * -(-self._facts.tokens_per_step // namespace.block_size))

@@ -4,20 +4,22 @@ A store is published only when every worker has reported its part done, and only
 passes on. Where the engine will pass none on (a reset drops the completions of stores under way), the store waits for
 the workers' own reports and its slots go back: never before, since a worker may still be writing into them.
 
-Scheduler thread only, but for `_published`. Knows nothing of vLLM.
+Scheduler thread only, but for `_note_outcomes`. Knows nothing of vLLM.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Final
 
 import numpy as np
 
-from engine_plugin.vllm.link import Commit, DaemonLink, Slots
+from engine_plugin.vllm.link import Commit, DaemonLink
 from engine_plugin.vllm.lookups import hash_of
+from engine_plugin.vllm.stock import Slots
 
 #: Keys known to be in the daemon: they are not copied again.
 KNOWN_MAX: Final = 262_144
@@ -115,11 +117,13 @@ class Stores:
         if not wanted:
             return None
         if not self._link.attached:
-            return self._skip("unavailable", len(wanted))
+            self._skip("unavailable", len(wanted))
+            return None
         slots = self._link.take_slots(len(wanted))
         if len(slots) and slots.generation != self._ready_generation():
             self._link.abort(slots.generation, slots.offsets)
-            return self._skip("worker_detached", len(wanted))
+            self._skip("worker_detached", len(wanted))
+            return None
         if len(slots) < len(wanted):
             # No lookup has announced these: the engine has them in its own prefix cache. Most are likely there; the
             # question makes them known, and fresh in the daemon's eyes, for the next time they are offered.
@@ -170,7 +174,7 @@ class Stores:
                     store.slots.offsets,
                     [hash_of(key) for key in store.keys],
                     hash_of(store.parent) if store.parent is not None else None,
-                    done=lambda outcomes, store=store: self._outcomes.append((store, outcomes)),
+                    done=functools.partial(self._note_outcomes, store),
                 )
             )
 
@@ -185,8 +189,12 @@ class Stores:
         self._outcomes.clear()
         self._known.clear()
 
+    def _note_outcomes(self, store: Store, outcomes: np.ndarray) -> None:
+        """On the link's thread."""
+        self._outcomes.append((store, outcomes))
+
     def _take_outcomes(self) -> None:
-        """Learns from what the link has published; the link's thread only appends."""
+        """Learns from what the link has published."""
         while self._outcomes:
             store, outcomes = self._outcomes.popleft()
             present = [key for key, outcome in zip(store.keys, outcomes.tolist(), strict=True) if outcome in (1, 2)]

@@ -203,13 +203,14 @@ class KVStoreWorker(OffloadingWorker):
             return "worker_detached"
         if arena.generation != spec.generation:
             return "generation"
+        if not len(spec.offsets) and not len(kv_spec.block_ids):
+            self._finished.append(_Outcome(job_id, spec, is_load, "", 0, 0.0))
+            return ""
         kv, slots, size = self._fragments(kv_spec, spec, arena, is_load)
         started = time.monotonic()
 
         def over() -> None:
-            problem = ""
-            if is_load and not np.array_equal(arena.epochs_of(spec.offsets), spec.epochs):
-                problem = "epoch"
+            problem = "epoch" if is_load and not self._still_pinned(arena, spec) else ""
             seconds = time.monotonic() - started
             self._finished.append(_Outcome(job_id, spec, is_load, problem, int(size.sum()), seconds))
 
@@ -217,6 +218,11 @@ class KVStoreWorker(OffloadingWorker):
         self._under_way[job_id] = future = self._copier.submit(dst, src, size, over)
         future.add_done_callback(lambda done: self._if_broken(done, job_id, spec, is_load))
         return ""
+
+    @staticmethod
+    def _still_pinned(arena: Any, spec: SlotSpec) -> bool:
+        """After the copy: whether the slots were the pinned ones all along."""
+        return np.array_equal(arena.epochs_of(spec.offsets), spec.epochs)
 
     def _if_broken(self, future: Future[Any], job_id: int, spec: SlotSpec, is_load: bool) -> None:
         """A copy that ended with an exception is over all the same: its request would wait for ever."""
@@ -241,14 +247,14 @@ class KVStoreWorker(OffloadingWorker):
         if int(offsets.max()) + self._rank_bytes * (self._rank + 1) > arena.size_bytes:
             raise ValueError("a slot lies outside of the pool")
         real = block_ids != 0  # block 0 is vLLM's null block: nothing is written to it
-        if not is_load and not real.all():
-            raise ValueError("a store has a hole")
+        if not is_load and (not real.all() or len(block_ids) != len(offsets) * self._blocks_per_slot):
+            raise ValueError("a store does not fill its slots")
         rows = block_ids[real].astype(np.uint64)[:, None]
         part = np.uint64(arena.address + self._rank * self._rank_bytes)
         in_pool = (offsets[slot] + part + in_slot * np.uint64(layout.block_bytes))[real][:, None]
         kv = (layout.base[None, :] + rows * layout.stride[None, :]).ravel()
         pool = (in_pool + layout.place[None, :]).ravel()
-        size = np.broadcast_to(layout.page, (len(rows), len(layout.page))).ravel()
+        size = np.tile(layout.page, len(rows))
         return tuple(np.ascontiguousarray(array, np.uint64) for array in (kv, pool, size))  # type: ignore[return-value]
 
     def _note(self, outcome: _Outcome) -> None:

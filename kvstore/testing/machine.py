@@ -26,8 +26,9 @@ from kvstore.arena import GRANULE_BYTES, Arena, Epochs
 from kvstore.blocks import Namespace
 from kvstore.directory import Keyspace
 from kvstore.errors import InvalidRequest, UnknownSession
-from kvstore.hierarchy import Hierarchy, Outcome, Reserved, Shortfall
+from kvstore.hierarchy import Hierarchy, Outcome
 from kvstore.leases import Lease, Session
+from kvstore.pool import Reserved, Shortfall
 from kvstore.testing.books import check_idle, check_invariants
 from kvstore.testing.data import make_block
 from kvstore.testing.time import FakeClock, SteppedLoop
@@ -68,9 +69,17 @@ class _Aim:
 _aims = st.builds(_Aim, st.sampled_from((True, True, True, False)), st.integers(0, 1 << 20), st.integers(1, 4))
 
 
-@functools.lru_cache(maxsize=32)
-def _content(serial: int, size_bytes: int) -> npt.NDArray[np.uint8]:
+def _made(serial: int, size_bytes: int) -> npt.NDArray[np.uint8]:
     return np.frombuffer(make_block(b"%d" % serial, size_bytes), dtype=np.uint8)
+
+
+_made_small = functools.lru_cache(maxsize=1024)(_made)
+_made_large = functools.lru_cache(maxsize=16)(_made)
+
+
+def _content(serial: int, size_bytes: int) -> npt.NDArray[np.uint8]:
+    """What is written into a slot."""
+    return _made_small(serial, size_bytes) if size_bytes < 1 << 17 else _made_large(serial, size_bytes)
 
 
 @dataclasses.dataclass
@@ -177,20 +186,20 @@ class HierarchyMachine(RuleBasedStateMachine):
         self._close()
         self.loop.close()
 
-    @initialize(granules=st.integers(2, 11))
+    @initialize(granules=st.integers(1, 9))
     def begin(self, granules: int) -> None:
         self.hierarchy.add_populated(granules * GRANULE_BYTES)
 
-    @rule(granules=st.integers(1, 6))
+    @rule(granules=st.integers(1, 3))
     def populate(self, granules: int) -> None:
         self.hierarchy.add_populated(granules * GRANULE_BYTES)
         self.loop.settle()
 
-    @rule(what=st.sampled_from(("stop", "kill", "flush", "flush all", "end", "end", "end", "end")), which=_who)
+    @rule(what=st.sampled_from(("restart", "flush", "flush all", "end", "end", "end", "end")), which=_who)
     def upheaval(self, what: str, which: int) -> None:
         """What changes much at once. One rule, so that most steps go to daily work."""
-        if what in ("stop", "kill"):
-            self._restart(draining=what == "stop")
+        if what == "restart":
+            self._restart(draining=which % 2 == 0)
         elif what == "end":
             if self.members:
                 self._end(self._member(which))
@@ -263,8 +272,8 @@ class HierarchyMachine(RuleBasedStateMachine):
     @rule(who=_who, space=_space, count=st.integers(1, 8))
     def reserve(self, who: int, space: int, count: int) -> None:
         member = self._member(who)
-        # Small blocks come by the hundred.
-        count *= 40 if self.spaces[space].slot_bytes < 1 << 16 else 1
+        # Small blocks come in larger numbers.
+        count *= 10 if self.spaces[space].slot_bytes < 1 << 16 else 1
         got = self.hierarchy.reserve(member.session, self.spaces[space], count)
         self._take(member, space, got, count)
         if got.shortfall is Shortfall.PINNED:
@@ -295,9 +304,9 @@ class HierarchyMachine(RuleBasedStateMachine):
         which=st.integers(0, 1 << 30),
         run=_runs(),
         odd=st.sampled_from((None, None, None, "foreign", "spent", "never", "twice", "elsewhere", "same key")),
-        then=st.sampled_from((None, None, None, "cancel", "end")),
     )
-    def commit(self, who: int, which: int, run: tuple[bytes, list[bytes]], odd: str | None, then: str | None) -> None:
+    def commit(self, who: int, which: int, run: tuple[bytes, list[bytes]], odd: str | None) -> None:
+        """What engines do: keys are named when slots are filled. With all that a confused one may send."""
         stocked = [member for member in self.members if member.stock]
         member = stocked[who % len(stocked)]
         space = list(member.stock.values())[which % len(member.stock)][0]
@@ -319,13 +328,33 @@ class HierarchyMachine(RuleBasedStateMachine):
         elif odd == "same key":
             keys = [keys[0]] * len(keys)
         self._commit(member, space, offsets, keys, parent)
-        # Between the wake-up of those who wait for these keys and their next step.
-        if then == "cancel" and self.waiting:
-            self.seen["cancelled when woken"] += any(key in self.waiting[0].keys for key in keys)
-            self._cancel(self.waiting[0])
-        elif then == "end" and self.waiting and self.waiting[0].member in self.members:
-            self.seen["ended when woken"] += any(key in self.waiting[0].keys for key in keys)
-            self._end(self.waiting[0].member)
+        self.loop.settle()
+
+    @precondition(lambda self: self.members and self.waiting)
+    @rule(which=_who, who=_who, then=st.sampled_from(("cancel", "end", "delete", "claim")), drop=st.booleans())
+    def answer(self, which: int, who: int, then: str, drop: bool) -> None:
+        """What somebody waits for comes. Then something happens between the wake-up and the next step of who waited."""
+        call = self.waiting[which % len(self.waiting)]
+        member, space = self._member(who), call.space
+        if call.keys:
+            got = self.hierarchy.reserve(member.session, self.spaces[space], len(call.keys))
+            self._take(member, space, got, len(call.keys))
+            self._commit(member, space, got.offsets, call.keys[: len(got.offsets)], b"")
+            self.seen[f"woken and {then}"] += self._could_go_on(call)
+        else:
+            self.hierarchy.add_populated(GRANULE_BYTES)
+        if then == "cancel":
+            self._cancel(call)
+        elif then == "end" and call.member in self.members:
+            self._end(call.member)
+        elif not call.keys:
+            pass
+        elif then == "delete":
+            self.hierarchy.delete(self.spaces[space], call.keys[:1])
+            self.stored.pop((space, call.keys[0]), None)
+        elif then == "claim" and len(self.waiting) < _WAITING_MAX:
+            claim = self.hierarchy.select(member.session, self.spaces[space], call.keys, drop=drop, wait_s=0)
+            self._start(claim, member, space, call.keys, drop)
         self.loop.settle()
 
     def _commit(self, member: _Member, space: int, offsets: list[int], keys: list[bytes], parent: bytes) -> None:
@@ -395,6 +424,18 @@ class HierarchyMachine(RuleBasedStateMachine):
         self._start(call, member, space, keys, drop)
         self.seen["select waits"] += bool(self.waiting and self.waiting[-1].keys is keys)
 
+    @precondition(lambda self: self.members)
+    @rule(who=_who, aim=_aims, hold=st.booleans())
+    def take_away(self, who: int, aim: _Aim, hold: bool) -> None:
+        """What drop_select does where nobody has to wait. With `hold` a view outlives its with-block."""
+        member = self._member(who)
+        space, keys = self._aimed(aim)
+        call = self.hierarchy.select(member.session, self.spaces[space], keys, drop=True, wait_s=0)
+        self._start(call, member, space, keys, True)
+        claims = [held for held in member.held.values() if held.lease.drop]
+        if claims:
+            self._release(member, claims[-1:], remove=True, hold=hold)
+
     def _start(
         self, call: Coroutine[Any, Any, Any], member: _Member, space: int, keys: list[bytes], drop: bool
     ) -> None:
@@ -448,15 +489,20 @@ class HierarchyMachine(RuleBasedStateMachine):
     def release(self, who: int, count: int, remove: bool, hold: bool, odd: bool) -> None:
         holding = [member for member in self.members if member.held]
         member = holding[who % len(holding)]
-        chosen = list(member.held.values())[:count]
-        ids = [held.lease.id for held in chosen]
-        asked = [*ids, ids[0], 0, 1 << 60] if odd else ids
+        chosen = [held for held in member.held.values() if odd or not remove or held.lease.drop][:count]
+        if not chosen:
+            return
         if remove and not all(held.lease.drop for held in chosen):
             try:
-                self.hierarchy.release(member.session, asked, remove=True)
+                self.hierarchy.release(member.session, [held.lease.id for held in chosen], remove=True)
             except InvalidRequest:
                 return
             raise AssertionError("an ordinary reader removed blocks")
+        self._release(member, chosen, remove=remove, hold=hold, odd=odd)
+
+    def _release(self, member: _Member, chosen: list[_Held], *, remove: bool, hold: bool, odd: bool = False) -> None:
+        ids = [held.lease.id for held in chosen]
+        asked = [*ids, ids[0], 0, 1 << 60] if odd else ids
         removed = 0
         for held in chosen:
             for key, _, serial in held.blocks if remove else ():
@@ -496,8 +542,9 @@ class HierarchyMachine(RuleBasedStateMachine):
         if what.startswith("select"):
             self.loop.advance(1)
             assert task.done()
-        held = [*session.leases.values(), *session.reserved.values()]
-        assert self.serial not in [each.request_id for each in held], "what was forgotten is held"
+        held = [lease.request_id for lease in session.leases.values()]
+        held += [reservation.request_id for reservation in session.reserved.values()]
+        assert self.serial not in held, "what was forgotten is held"
         self.seen["forgotten"] += 1
 
     # -- operators -------------------------------------------------------------------------------------------------

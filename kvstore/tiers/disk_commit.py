@@ -58,7 +58,14 @@ class Committer:
     """
 
     def __init__(
-        self, books: Books, index: DiskIndex, io: FileIO, threads: IoThreads, clock: Clock, interval_s: float, faults: Faults
+        self,
+        books: Books,
+        index: DiskIndex,
+        io: FileIO,
+        threads: IoThreads,
+        clock: Clock,
+        interval_s: float,
+        faults: Faults,
     ) -> None:
         self._books = books
         self._index = index

@@ -25,7 +25,7 @@ import re
 import shutil
 import struct
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
@@ -151,7 +151,9 @@ class DiskFolder:
         try:
             found = json.loads(path.read_bytes())[FORMAT_KEY]
         except (ValueError, KeyError, TypeError):
-            raise ConfigError(f"{path} does not say what it should; if the directory is the disk tier's, remove it")
+            raise ConfigError(
+                f"{path} does not say what it should; if the directory is the disk tier's, remove that file"
+            ) from None
         if found != FORMAT:
             raise ConfigError(
                 f"{self.path} has format {found} and this version knows format {FORMAT}: use the version that wrote "
@@ -194,7 +196,7 @@ class DiskFolder:
         finally:
             os.close(fd)
 
-    # -- slabs -----------------------------------------------------------------------------------------------------------
+    # -- slabs ------------------------------------------------------------------------------------------
 
     def slab_files(self) -> list[SlabFile]:
         """The slabs that are there. The only place that lists the directory after hold()."""
@@ -249,6 +251,24 @@ class DiskFolder:
         with contextlib.suppress(FileNotFoundError):
             self.io.unlink(self.slab_path(slab.number, slab.extent_bytes))
 
+    def close_files(self, slabs: Iterable[Slab]) -> None:
+        """Closes slabs that stay."""
+        for slab in slabs:
+            os.close(slab.fd)
+
+    def lengthen_slab(self, slab: Slab) -> int:
+        """Gives a file that was cut off its length back. Returns what was left of it in bytes.
+
+        Raises:
+            OSError: ENOSPC above all.
+        """
+        left = os.fstat(slab.fd).st_size
+        if self.medium.allocate:
+            self.io.allocate(slab.fd, slab.size_bytes)
+        else:
+            os.ftruncate(slab.fd, slab.size_bytes)
+        return left
+
     def shorten_slab(self, slab: Slab, extents: int) -> None:
         """Cuts the extents from `extents` on off the file."""
         os.ftruncate(slab.fd, extents * slab.extent_bytes)
@@ -265,7 +285,7 @@ class DiskFolder:
             return "deleted"
         return None if now.st_ino == slab.inode else "replaced"
 
-    # -- the index and the order of use ------------------------------------------------------------------------------------
+    # -- the index and the order of use ----------------------------------------------------------------------
 
     @property
     def index_folder(self) -> Path:
@@ -368,6 +388,8 @@ def bytes_below(path: Path) -> int:
 
 
 def _is_ours(name: str) -> bool:
-    return name in _OURS or _SLAB_NAME.fullmatch(name.removesuffix(UNFINISHED)) is not None or (
-        name.removesuffix(UNFINISHED) in _OURS and name.endswith(UNFINISHED)
+    return (
+        name in _OURS
+        or _SLAB_NAME.fullmatch(name.removesuffix(UNFINISHED)) is not None
+        or (name.removesuffix(UNFINISHED) in _OURS and name.endswith(UNFINISHED))
     )

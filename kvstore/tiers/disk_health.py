@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import errno
 import os
@@ -43,6 +44,7 @@ class Health:
         fault: The last one; stays when the tier is well again.
         full: The fault is that there is no room.
         faults: How many there were, by name of the errno.
+        lost_calls: Calls that were given up and have not come back.
     """
 
     def __init__(self, name: str, clock: Clock, probe_s: float) -> None:
@@ -57,6 +59,7 @@ class Health:
         self.state = TierState.OK
         self.fault: Fault | None = None
         self.faults: dict[str, int] = {}
+        self.lost_calls = 0
 
     @property
     def full(self) -> bool:
@@ -68,7 +71,13 @@ class Health:
         name = errno.errorcode.get(code, str(code))
         self.faults[name] = self.faults.get(name, 0) + 1
         self._limited.warning(
-            "disk fault", key=(name, what.split(":")[0]), tier=self._name, errno=name, error=os.strerror(code), what=what, **facts
+            "disk fault",
+            key=(name, what.split(":")[0]),
+            tier=self._name,
+            errno=name,
+            error=os.strerror(code),
+            what=what,
+            **facts,
         )
 
     def write_failed(self, code: int, what: str, **facts: Any) -> None:
@@ -86,9 +95,17 @@ class Health:
     def read_fine(self) -> None:
         self._read_faults = 0
 
-    def hung(self, what: str) -> None:
-        """A call did not come back in its time."""
-        self.note(errno.ETIMEDOUT, what)
+    def lose_call(self, call: asyncio.Future[Any]) -> None:
+        """A call is not waited for any more."""
+        self.lost_calls += 1
+        call.add_done_callback(self._came_back)
+
+    def _came_back(self, call: asyncio.Future[Any]) -> None:
+        self.lost_calls -= 1
+
+    def give_up(self, code: int, what: str) -> None:
+        """Nothing can be served: a call did not come back (ETIMEDOUT), or the directory cannot be read."""
+        self.note(code, what)
         self._enter(TierState.FAILED)
 
     def _enter(self, state: TierState) -> None:

@@ -1,9 +1,9 @@
 """The durable index of a disk tier: which extent holds which block. The only place that knows LMDB.
 
 One data file in a folder of its own. Records: ``b`` + name of a block -> where it lies; ``N`` + digest -> the text of a
-namespace. No lock file: the directory's own lock keeps other processes out, and within this one the index is read once, at
-open, and written by one thread afterwards, so no reader is ever open beside a writer, no stale one keeps pages from being
-used again, and the map may grow at any time.
+namespace. No lock file: the directory's own lock keeps other processes out, and within this one the index is read once,
+at open, and written by one thread afterwards, so no reader is ever open beside a writer, no stale one keeps pages from
+being used again, and the map may grow at any time.
 """
 
 from __future__ import annotations
@@ -62,8 +62,12 @@ class DiskIndex:
         stat = self.path.stat()
         self._file = (stat.st_dev, stat.st_ino, stat.st_size)
 
-    def _check_file(self) -> None:
-        """LMDB reads through its map, and a page behind the end of a file that was cut off would end the process."""
+    def check_file(self) -> None:
+        """LMDB reads through its map, and a page behind the end of a file that was cut off would end the process.
+
+        Raises:
+            IndexDamaged: it is not the file any more that was opened, or it is shorter.
+        """
         try:
             stat = self.path.stat()
         except FileNotFoundError:
@@ -126,7 +130,7 @@ class DiskIndex:
             IndexDamaged: nothing of it was applied, nor will anything be: somebody changed the file.
         """
         deletes, puts, namespaces = list(deletes), list(puts), list(namespaces)
-        self._check_file()
+        self.check_file()
         while True:
             try:
                 with self._env.begin(write=True) as transaction:
@@ -149,9 +153,10 @@ class DiskIndex:
             except lmdb.Error as error:
                 raise _translated(error) from error
 
-    def file_bytes(self) -> int:
-        """Length of the data file."""
-        return self.path.stat().st_size
+    @property
+    def known_bytes(self) -> int:
+        """Length of the data file after the last commit. Any thread."""
+        return self._file[2]
 
     def reopen(self) -> None:
         """After a failure within LMDB, which may refuse everything until it is opened anew.
@@ -160,7 +165,7 @@ class DiskIndex:
             IndexDamaged: the file is not whole; the index is closed.
             OSError: it cannot be read.
         """
-        self._check_file()
+        self.check_file()
         self.close()
         check_index_file(self.path)
         self._env = self._opened()

@@ -1,8 +1,8 @@
 """Reads what an earlier process left in the directory of a disk tier. Blocking: for a thread.
 
-The books are built here from nothing and handed to the loop as a whole, so nobody sees them half read. With an index that
-is gone or not whole they come from the footers of the extents instead; a footer that is whole is trusted as a record is:
-until the first read, which checks everything.
+The books are built here from nothing and handed to the loop as a whole, so nobody sees them half read. With an index
+that is gone or not whole they come from the footers of the extents instead; a footer that is whole is trusted as a
+record is: until the first read, which checks everything.
 """
 
 from __future__ import annotations
@@ -98,9 +98,7 @@ def _open_index(folder: DiskFolder, capacity_bytes: int, slabs: bool) -> tuple[D
         return None, str(damage)
 
 
-def _build(
-    folder: DiskFolder, capacity_bytes: int, slabs: list[Slab], index: DiskIndex | None, rebuilt: str
-) -> Loaded:
+def _build(folder: DiskFolder, capacity_bytes: int, slabs: list[Slab], index: DiskIndex | None, rebuilt: str) -> Loaded:
     books = Books(capacity_bytes - FIXED_BYTES - folder.stray_bytes)
     for slab in slabs:
         books.charge(slab.charge_bytes)
@@ -119,7 +117,7 @@ def _build(
         if collecting:
             gc.enable()
     stale += [entry.key for entry in gone]
-    if index is None or index.file_bytes() > FIXED_BYTES + _blocks_max(books) * INDEX_BYTES_PER_BLOCK:
+    if index is None or index.known_bytes > FIXED_BYTES + _blocks_max(books) * INDEX_BYTES_PER_BLOCK:
         if index is not None:
             index.close()
         write_index(folder.index_folder, _records(books), namespaces, map_bytes_for(capacity_bytes))
@@ -162,7 +160,8 @@ def _fill(books: Books, chunks: Iterable[list[Record]], stale: list[bytes]) -> N
         if slab is None or extent >= slab.extents or extent_bytes != slab.extent_bytes or written > 1 << 62:
             stale.append(key)
             continue
-        for other in (slab.entries[extent], index.get(key)):
+        rivals: tuple[Entry | None, Entry | None] = (slab.entries[extent], index.get(key))
+        for other in rivals:
             if (
                 other is not None
                 and other.slab.entries[other.extent] is other

@@ -1,13 +1,14 @@
 """Finds room for blocks on a disk tier: free extents, new slabs, slabs of other classes, and last the coldest blocks.
 
 One coroutine at a time decides on room (a lock), since each step waits for the medium and changes what the next one
-would decide. Everything else runs on the loop.
+would decide.
 """
 
 from __future__ import annotations
 
 import asyncio
 import errno
+import functools
 from collections.abc import Callable
 from typing import Final
 
@@ -62,6 +63,8 @@ class Room:
         self._clock = clock
         self._forgotten = forgotten
         self._lock = asyncio.Lock()
+        self._removing = asyncio.Lock()
+        self._steps: set[asyncio.Task[bool]] = set()
         self._grow_again_at = 0.0
         #: Slabs that are given up and wait for their last reader.
         self._leaving: list[Slab] = []
@@ -81,14 +84,21 @@ class Room:
         If the caller gives up waiting, what is in `found` is the caller's to give back.
         """
         kind = self._books.class_of(extent_bytes)
-        found += self._books.take(kind, count)
-        if len(found) == count:
-            return
+        for _ in range(_STEPS_MAX):
+            found += self._books.take(kind, count - len(found))
+            if len(found) == count:
+                return
+            # A step goes on when its caller is cancelled: half of one would leave room that nobody accounts for.
+            step = asyncio.get_running_loop().create_task(self._step(kind, count - len(found)))
+            self._steps.add(step)
+            step.add_done_callback(self._steps.discard)
+            if not await asyncio.shield(step):
+                return
+
+    async def _step(self, kind: SlabClass, missing: int) -> bool:
         async with self._lock:
-            for _ in range(_STEPS_MAX):
-                found += self._books.take(kind, count - len(found))
-                if len(found) == count or not await self._make(kind, count - len(found)):
-                    return
+            # Who waited for the lock may find what it needs.
+            return any(slab.ready or slab.raw for slab in kind.slabs.values()) or await self._make(kind, missing)
 
     async def _make(self, kind: SlabClass, missing: int) -> bool:
         """One step towards more free extents. False: there is none left to take."""
@@ -100,7 +110,8 @@ class Room:
         if cold is not None:
             self.stolen += 1
             self.evicted += await self.give_up(cold)
-            return await self.remove_leaving()
+            await self.remove_leaving()
+            return cold not in self._leaving  # else: somebody reads it, and another one would not be faster
         share = sum(slab.extents for slab in kind.slabs.values()) // _EVICT_SHARE
         leaving = self._books.evict(kind, max(missing, min(share, _EVICT_MAX)))
         for entry in leaving:
@@ -164,21 +175,24 @@ class Room:
             await self._committer.flush()
         return len(lost)
 
-    async def remove_leaving(self) -> bool:
-        """Removes the slabs that were given up and that nobody reads any more. Whether there was one.
+    async def remove_leaving(self) -> None:
+        """Removes the slabs that were given up and that nobody reads any more.
 
-        An index that still names such a slab names a file that is not there, which the next start finds out; but its
-        number is never used again before that.
+        An index that still names such a slab (its commit failed) names a file that is not there; the next start drops
+        such records.
         """
-        idle = [slab for slab in self._leaving if not slab.readers and not slab.in_flight]
-        for slab in idle:
-            self._leaving.remove(slab)
-            try:
-                await self._threads.call(Lane.KEEP, lambda slab=slab: self._folder.remove_slab(slab))  # type: ignore[misc]
-            except OSError as error:
-                self._health.note(error.errno or errno.EIO, "removing a slab")
-            self._books.charge(-slab.charge_bytes)
-        return bool(idle)
+        async with self._removing:
+            for slab in [slab for slab in self._leaving if not slab.readers and not slab.in_flight]:
+                try:
+                    await self._threads.call(Lane.KEEP, functools.partial(self._folder.remove_slab, slab))
+                except OSError as error:
+                    self._health.note(error.errno or errno.EIO, "removing a slab")
+                self._leaving.remove(slab)
+                self._books.charge(-slab.charge_bytes)
+
+    def try_growing(self) -> None:
+        """The file system may have room again."""
+        self._grow_again_at = 0.0
 
     # -- writing ahead -------------------------------------------------------------------------------------------------
 

@@ -6,11 +6,11 @@
     |<------------ extent_bytes, a multiple of 4096 ------------->|
 
 The footer stands at the end, not in front, so that the payload starts on a 4 KiB boundary and goes straight from and to
-the pool, and so that a block whose size is no multiple of 4096 keeps its footer in what would be padding anyway. One that
-is pays 4 KiB: 6.3 % at 64 KiB, 0.05 % at 8 MiB.
+the pool, and so that a block whose size is no multiple of 4096 keeps its footer in what would be padding anyway. One
+that is pays 4 KiB: 6.3 % at 64 KiB, 0.05 % at 8 MiB.
 
-A footer vouches for its payload (length, xxh3 of the bytes), for the name of the block, for the place where it was meant
-to be (a write that went elsewhere is found out) and for itself (its own xxh3). All integers are little-endian.
+A footer vouches for its payload (length, xxh3 of the bytes), for the name of the block, for the place where it was
+meant to be (a write that went elsewhere is found out) and for itself (its own xxh3). All integers are little-endian.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """System calls on the files of a disk tier, behind one seam, and what the file system under them can do.
 
-The seam is where tests inject what a medium does on its bad days; everything that reaches the medium's data goes through
-it. What can be done is found out by doing it, since O_DIRECT is taken at open and refused at the first write by some file
-systems.
+The seam is where tests inject what a medium does on its bad days; everything that reaches the medium's data goes
+through it. What can be done is found out by doing it, since O_DIRECT is taken at open and refused at the first write by
+some file systems.
 """
 
 from __future__ import annotations

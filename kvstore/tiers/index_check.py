@@ -2,9 +2,9 @@
 
 LMDB trusts its file: it has no checksums, and a page that was torn or cut off ends the process, by an assertion or by
 SIGBUS. So before LMDB sees a file that an earlier process left, every page that it could ever follow is read here with
-plain reads and checked: the tree of the records, its overflow pages, and the tree of free pages, from which it takes what
-it writes next. What the records say is not checked here; every record is doubted anyway until the footer of its extent
-confirms it.
+plain reads and checked: the tree of the records, its overflow pages, and the tree of free pages, from which it takes
+what it writes next. What the records say is not checked here; every record is doubted anyway until the footer of its
+extent confirms it.
 
 The layout is that of LMDB 0.9 data files (version 1, 64 bits, little-endian). A file of another version is refused by
 LMDB itself at open.

@@ -1,8 +1,8 @@
 """Threads that move bytes for an event loop: some that only read, some that only write, loads first.
 
-Not concurrent.futures: a job that has not started can be taken back (its buffers are then untouched), a reader that waits
-for a thread keeps writers from starting, and a thread that hangs in the kernel keeps neither the loop nor the end of the
-process waiting.
+Not concurrent.futures: a job that has not started can be taken back (its buffers are then untouched), a reader that
+waits for a thread keeps writers from starting, and a thread that hangs in the kernel keeps neither the loop nor the end
+of the process waiting.
 """
 
 from __future__ import annotations

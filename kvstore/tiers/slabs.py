@@ -2,8 +2,8 @@
 
 Slab files are rows of equal extents, one size class a file. An extent is in exactly one place: ready (written before,
 holds nothing), raw (never written: usable, but a first write is slower), in flight (a write goes on), under an entry,
-waiting (its entry is gone from memory and not yet from the index on disk), or retired (the medium fails there). Owned by
-one thread.
+waiting (its entry is gone from memory and not yet from the index on disk), or retired (the medium fails there). Owned
+by one thread.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ SLABS_TARGET: Final = 64
 SLAB_BYTES_MAX: Final = 1 << 30
 #: ... but not at more than this many, each holds a descriptor.
 SLABS_MAX: Final = 256
-#: What the index on disk takes for one block at its worst. A record is 181 bytes at most (name 147, value 24, LMDB's own
-#: 10), pages are half full at worst, a commit may rewrite them all beside the old ones: 4 * 181. The rest is for inner
-#: pages and for the two copies of the recency file.
+#: What the index on disk takes for one block at its worst. A record is 181 bytes at most (name 147, value 24, LMDB's
+#: own 10), pages are half full at worst, a commit may rewrite them all beside the old ones: 4 * 181. The rest is for
+#: inner pages and for the two copies of the recency file.
 INDEX_BYTES_PER_BLOCK: Final = 768
 #: What a slab takes beside its extents: the file system's own blocks.
 SLAB_OVERHEAD_BYTES: Final = 16 << 10
@@ -159,7 +159,9 @@ class Books:
         target = max(min(whole // SLABS_TARGET, SLAB_BYTES_MAX), whole // SLABS_MAX)
         extents = max(1, target // extent_bytes)
         room = self.budget_bytes - self.charged_bytes - SLAB_OVERHEAD_BYTES
-        return max(0, min(extents, room // (extent_bytes + INDEX_BYTES_PER_BLOCK)))
+        found = max(0, min(extents, room // (extent_bytes + INDEX_BYTES_PER_BLOCK)))
+        # The last bit of the budget is not worth a descriptor and a file.
+        return found if found >= -(-extents // 4) or not self.slabs else 0
 
     def charge(self, slab_bytes: int) -> None:
         """Takes bytes from the budget (gives them back where negative), before a file grows and after it is gone."""
@@ -238,8 +240,7 @@ class Books:
                 slab.ready.sort(reverse=True)
 
     def retire(self, slab: Slab) -> None:
-        """An extent in flight is not used again before the next start: the medium fails there."""
-        slab.in_flight -= 1
+        """An extent is not used again before the next start: the medium fails there."""
         slab.retired += 1
 
     def reading(self, entry: Entry) -> None:
@@ -261,6 +262,11 @@ class Books:
             self._freed_while_read.discard(place)
             if not slab.dead:
                 slab.ready.append(extent)
+
+    def next_sequence(self) -> int:
+        """For one write."""
+        self.sequence += 1
+        return self.sequence - 1
 
     # -- entries -----------------------------------------------------------------------------------------------------
 

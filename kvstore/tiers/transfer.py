@@ -1,8 +1,9 @@
-"""Moves blocks between buffers and extents, several in one system call where extents are neighbours. Runs on I/O threads.
+"""Moves blocks between buffers and extents, several in one system call where extents are neighbours. Runs on I/O
+threads.
 
 A run is a row of neighbouring extents of one slab, and one preadv or pwritev: for each block the aligned part of its
-buffer, straight, and then a scratch page or two with what does not fill a page and the footer. Where a buffer does not lie
-as O_DIRECT asks, the whole block goes through a scratch copy (counted as bounced).
+buffer, straight, and then a scratch page or two with what does not fill a page and the footer. Where a buffer does not
+lie as O_DIRECT asks, the whole block goes through a scratch copy (counted as bounced).
 """
 
 from __future__ import annotations

@@ -98,7 +98,6 @@ def test_flags_win_over_variables_over_the_file_over_defaults(tmp_path: Path) ->
     flags = {"block_size": "128", "keys_max": None, "listen": ()}
     settings = load(flags, toml, environ)
     assert (settings.block_size, settings.drain_s, settings.keys_max) == (128, 2.0, 7)
-    assert settings.session_grace_s == 30
     origins = gather(flags, toml, environ)
     assert origins["block_size"].place == "--block-size"
     assert origins["drain_s"].place == "$KVSTORE_DRAIN_S"
@@ -117,7 +116,6 @@ def test_every_setting_can_be_given_in_all_three_ways(tmp_path: Path) -> None:
         "hugepages": "off",
         "populate_threads": 3,
         "drain_s": 1.5,
-        "session_grace_s": 2.5,
         "message_bytes_max": 1 << 20,
         "keys_max": 1000,
         "metrics_listen": "127.0.0.1:9464",

@@ -16,8 +16,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from engine_plugin.vllm.link import BREAK_S, STOCK_BASE, STOCK_IDLE_S, DaemonLink
+from engine_plugin.vllm.link import BREAK_S, DaemonLink
 from engine_plugin.vllm.lookups import ANSWERS_MAX, LoadPlan, Lookups, Verdict, hash_of
+from engine_plugin.vllm.stock import STOCK_BASE, STOCK_IDLE_S
 from engine_plugin.vllm.stores import KNOWN_S, KnownKeys, Store, Stores
 from tests.plugin.fakes import SLOT_BYTES, FakeClient, FakeDaemon
 
@@ -101,6 +102,7 @@ class Engine:
         self.mapped = [self.client.arena] * WORKERS
 
     def submit(self, id_: str, keys: list[bytes]) -> Request:
+        self.link.set_busy(True)
         self.requests[id_] = Request(id_, keys)
         return self.requests[id_]
 
@@ -197,6 +199,7 @@ class Engine:
         request.load = None
         if request.state == "aborted":
             del self.requests[request.id]
+            self.link.set_busy(bool(self.requests))
         else:
             request.state = "waiting" if load.failed else "running"
 
@@ -206,6 +209,7 @@ class Engine:
             request.state = "aborted"  # the load goes on
         else:
             del self.requests[request.id]
+        self.link.set_busy(bool(self.requests))
 
     def preempt(self, request: Request) -> None:
         if request.state == "running":
@@ -369,6 +373,20 @@ def test_an_idle_engine_returns_its_stock() -> None:
     engine.time += STOCK_IDLE_S + 1
     engine.link.turn()
     assert not daemon.reserved
+
+
+def test_a_step_may_take_any_time() -> None:
+    """The slots that a lookup announced are still there when a long step ends."""
+    daemon = FakeDaemon(64)
+    engine = Engine(daemon)
+    engine.submit("request", [key_of(3, place) for place in range(8)])
+    engine.schedule()
+    engine.schedule()
+    engine.time += 10 * STOCK_IDLE_S
+    engine.link.turn()
+    daemon.silent = True
+    engine.schedule()
+    assert sum(len(copy.store.keys) for copy in engine.copies if copy.rank == 0) == 8
 
 
 def test_a_silent_daemon_costs_one_deadline_and_then_nothing_for_a_while() -> None:

@@ -5,6 +5,8 @@ usage: driver.py JSON     (the arguments of `vllm.LLM`; `kv_transfer_config` as 
     {"do": "generate", "prompts": [[token, ...], ...], "max_tokens": n} -> {"outputs": [{"tokens", "cached", "ttft_s"}]}
     {"do": "metrics"}                                                   -> {"metrics": {"name{label=value}": number}}
     {"do": "reset", "connector": false}                                 -> {"reset": true}
+    {"do": "damage_loads", "count": n}                                  -> {"damaged": true}; the next n loads find
+                                                                           that their slots have changed meanwhile
     {"do": "stop"}                                                      -> {"stopped": true}, and the process ends
 """
 
@@ -53,6 +55,17 @@ def main() -> None:
                 found[metric.name + suffix] = value
         return {"metrics": found}
 
+    def damage_loads(count: int) -> None:
+        from engine_plugin.vllm.worker import KVStoreWorker
+
+        left = [count]
+
+        def still_pinned(*_args: Any) -> bool:
+            left[0] -= 1
+            return left[0] < 0
+
+        KVStoreWorker._still_pinned = staticmethod(still_pinned)  # type: ignore[method-assign]
+
     def answer(value: dict[str, Any]) -> None:
         answers.write(json.dumps(value) + "\n")
         answers.flush()
@@ -67,6 +80,9 @@ def main() -> None:
                 answer(metrics())
             case "reset":
                 answer({"reset": llm.reset_prefix_cache(reset_connector=command["connector"])})
+            case "damage_loads":
+                damage_loads(**command)
+                answer({"damaged": True})
             case "stop":
                 answer({"stopped": True})
                 break

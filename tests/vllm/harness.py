@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -79,25 +80,14 @@ class Daemon:
             self.process.wait(20)
 
     def stats(self) -> dict[str, Any]:
-        return stats_at(self.endpoint)
+        with kvstore.connect(self.endpoint, client_name="test", timeout_s=2) as client:
+            return client.stats()
 
     def stored_blocks(self) -> int:
         return int(self.stats()["tiers"][0]["blocks"])
 
     def wait_stored(self, blocks: int) -> None:
         wait_until(f"{blocks} blocks are stored", lambda: self.stored_blocks() >= blocks)
-
-    def wait_attached(self, sessions: int = 2) -> None:
-        """Scheduler and worker of one engine are two sessions, and the worker's has the mapping."""
-        wait_until(
-            "the engine is attached",
-            lambda: sum(1 for s in self.stats()["sessions"] if s["name"].startswith("vllm")) >= sessions,
-        )
-
-
-def stats_at(endpoint: str) -> dict[str, Any]:
-    with kvstore.connect(endpoint, client_name="test", timeout_s=2) as client:
-        return client.stats()
 
 
 class Engine:
@@ -131,7 +121,14 @@ class Engine:
             settings["kv_transfer_config"] = {
                 "kv_connector": "KVStoreConnector",
                 "kv_role": role,
-                "kv_connector_extra_config": {"block_size": BLOCK_TOKENS, "cpu_bytes_to_use": 400_000_000, **extra},
+                "kv_connector_extra_config": {
+                    "block_size": BLOCK_TOKENS,
+                    "cpu_bytes_to_use": 400_000_000,
+                    # A busy machine must not turn a hit into a miss.
+                    "kvstore.verdict_deadline_s": 10,
+                    "kvstore.timeout_s": 10,
+                    **extra,
+                },
             }
         variables = {
             **os.environ,
@@ -190,6 +187,17 @@ class Engine:
 
     def external_hits(self) -> float:
         return self.metric("vllm:external_prefix_cache_hits")
+
+    def wait_storing(self, daemon: Daemon) -> None:
+        """Waits until scheduler and worker have both attached, which shows in a block that is stored."""
+        before = daemon.stored_blocks()
+        seeds = itertools.count(5000)
+
+        def stores() -> bool:
+            self.generate(prompt(next(seeds) + self.process.pid * 1000, 2 * BLOCK_TOKENS + 1), max_tokens=2)
+            return daemon.stored_blocks() > before
+
+        wait_until("the engine stores", stores, 60)
 
     def forget_local(self) -> None:
         """Empties the engine's own prefix cache, and leaves the daemon alone."""

@@ -33,7 +33,7 @@ def pair(daemon: Daemon, engines: Callable[..., Engine]) -> Iterator[Pair]:
     prefill, decode = engines("prefill", extra, max_num_batched_tokens=512), engines("decode", extra)
     for engine in (prefill.ready(), decode.ready()):
         engine.generate(prompt(1000))  # the first request of an engine pays for its warm-up
-    daemon.wait_attached(sessions=4)
+        engine.wait_storing(daemon)
     yield prefill, decode
 
 
@@ -101,10 +101,12 @@ def test_daemon_killed_between_store_and_load(daemon: Daemon, pair: Pair, answer
 def test_daemon_restarted_under_running_engines(daemon: Daemon, pair: Pair, answers: Answers) -> None:
     prefill, decode = pair
     daemon.start()
-    daemon.wait_attached(sessions=4)
-    assert daemon.stored_blocks() == 0
+    prefill.wait_storing(daemon)
+    decode.wait_storing(daemon)
+    before = daemon.stored_blocks()
+    assert before < BLOCKS
     prefill.generate(prompt(7))
-    daemon.wait_stored(BLOCKS)
+    daemon.wait_stored(before + BLOCKS)
     hits = decode.external_hits()
     loaded = decode.generate(prompt(7))[0]
     assert loaded["tokens"] == answers(prompt(7))
@@ -147,10 +149,26 @@ def test_reset_of_the_engines_caches_reaches_the_daemon(daemon: Daemon, pair: Pa
     assert decode.external_hits() == hits
 
 
+def test_a_damaged_load_is_computed_and_not_promised_again(daemon: Daemon, pair: Pair, answers: Answers) -> None:
+    """vLLM's default would fail the request (kv_load_failure_policy): the plugin has it computed."""
+    prefill, decode = pair
+    before = daemon.stored_blocks()
+    prefill.generate(prompt(11))
+    daemon.wait_stored(before + BLOCKS)
+    assert decode.ask(do="damage_loads", count=1)["damaged"]
+    hits = decode.metric("vllm:kvstore_hit_blocks")
+    assert decode.generate(prompt(11))[0]["tokens"] == answers(prompt(11))
+    assert decode.metric("vllm:kvstore_hit_blocks") - hits == BLOCKS  # it was promised, and loaded in vain
+    assert decode.metrics()["vllm:kvstore_load_failures{reason=epoch}"] == 1
+    decode.forget_local()
+    assert decode.generate(prompt(11))[0]["cached"] == 0
+    assert decode.metrics()["vllm:kvstore_miss_blocks{reason=distrusted}"] >= 1
+    wait_until("the pins are given back", lambda: daemon.stats()["pins"] == 0)
+
+
 def test_no_hook_has_failed(pair: Pair) -> None:
     for engine in pair:
         assert engine.metric("vllm:kvstore_hook_errors") == 0
-        assert engine.metric("vllm:kvstore_load_failures") == 0
 
 
 def test_engine_killed_in_mid_store(daemon: Daemon, pair: Pair, answers: Answers) -> None:

@@ -8,7 +8,7 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.vllm.harness import BLOCK_BYTES, BLOCK_TOKENS, BLOCKS, Daemon, Engine, prompt, stats_at, wait_until
+from tests.vllm.harness import BLOCK_BYTES, BLOCK_TOKENS, BLOCKS, Daemon, Engine, prompt, wait_until
 
 
 def test_engine_starts_without_a_daemon_and_keeps_to_its_share(
@@ -23,7 +23,7 @@ def test_engine_starts_without_a_daemon_and_keeps_to_its_share(
 
     daemon.start()
     try:
-        daemon.wait_attached()
+        engine.wait_storing(daemon)
         for seed in (31, 32, 33):
             engine.generate(prompt(seed))
         wait_until("nothing is under way", lambda: daemon.stats()["reserved_slots"] == 0)
@@ -41,28 +41,62 @@ def test_autostart_with_vllms_usual_processes(
     tmp_path: Path, engines: Callable[..., Engine], answers: Callable[[list[int]], list[int]]
 ) -> None:
     """Nothing but what a user writes: the default endpoint, no daemon, scheduler and worker in their own processes."""
-    endpoint = f"unix:{tmp_path}/kvstore/kvstore.sock"
+    daemon = Daemon(tmp_path / "kvstore")  # where the default endpoint is; the engine starts it
+    environment = {"XDG_RUNTIME_DIR": str(tmp_path), "KVSTORE_ENDPOINT": ""}
     extra = {"kvstore.autostart": True, "cpu_bytes_to_use": 300_000_000}
     pid = None
     try:
-        engine = engines(
-            "usual", extra, processes=True, environment={"XDG_RUNTIME_DIR": str(tmp_path), "KVSTORE_ENDPOINT": ""}
-        ).ready()
-        stats = stats_at(endpoint)
+        engine = engines("usual", extra, processes=True, environment=environment).ready()
+        stats = daemon.stats()
         pid = stats["pid"]
         assert stats["tiers"][0]["capacity_bytes"] == 300_000_000
         assert stats["block_size"] == BLOCK_TOKENS
         assert os.getsid(pid) == pid  # it outlives the engine
+        engine.wait_storing(daemon)
+        before = daemon.stored_blocks()
         assert engine.generate(prompt(34))[0]["tokens"] == answers(prompt(34))
-        wait_until("the prompt is stored", lambda: stats_at(endpoint)["tiers"][0]["blocks"] >= BLOCKS)
+        daemon.wait_stored(before + BLOCKS)
         engine.forget_local()
         hits = engine.external_hits()
         assert engine.generate(prompt(34))[0]["tokens"] == answers(prompt(34))
         assert engine.external_hits() - hits == BLOCKS * BLOCK_TOKENS
         engine.stop()
-        wait_until("the engine's sessions have ended", lambda: len(stats_at(endpoint)["sessions"]) <= 1, 20)
-        assert stats_at(endpoint)["pid"] == pid
+        wait_until(
+            "the engine's sessions have ended",
+            lambda: not any(s["name"].startswith("vllm") for s in daemon.stats()["sessions"]),
+        )
+        assert daemon.stats()["pid"] == pid
     finally:
         if pid is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+
+
+def test_two_ranks_and_blocks_larger_than_the_engines(tmp_path: Path, engines: Callable[..., Engine]) -> None:
+    """Each rank copies its own part; a stored block holds two of the engine's."""
+    daemon = Daemon(tmp_path)
+    daemon.start()
+    try:
+        engine = engines(
+            "ranks",
+            {"kvstore.endpoint": daemon.endpoint, "block_size": 2 * BLOCK_TOKENS},
+            processes=True,
+            environment={"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
+            tensor_parallel_size=2,
+            distributed_executor_backend="mp",
+        ).ready()
+        engine.wait_storing(daemon)
+        before = daemon.stored_blocks()
+        computed = engine.generate(prompt(41))[0]
+        daemon.wait_stored(before + BLOCKS // 2)
+        stats = daemon.stats()
+        assert stats["namespaces"][0]["identity"]["parallel"].startswith("tp=2,")
+        assert stats["namespaces"][0]["groups"][0]["block_bytes"] == 2 * BLOCK_BYTES
+        engine.forget_local()
+        loaded = engine.generate(prompt(41))[0]
+        assert loaded["cached"] == BLOCKS * BLOCK_TOKENS
+        assert loaded["tokens"] == computed["tokens"]
+        assert engine.metric("vllm:kvstore_hook_errors") == 0
+    finally:
+        engine.stop()
+        daemon.stop()

@@ -15,6 +15,7 @@ class Shortfall(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     SHORTFALL_POPULATING: _ClassVar[Shortfall]
     SHORTFALL_TOO_LARGE: _ClassVar[Shortfall]
     SHORTFALL_DRAINING: _ClassVar[Shortfall]
+    SHORTFALL_COPYING: _ClassVar[Shortfall]
 
 class Outcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -28,6 +29,7 @@ SHORTFALL_SHARE: Shortfall
 SHORTFALL_POPULATING: Shortfall
 SHORTFALL_TOO_LARGE: Shortfall
 SHORTFALL_DRAINING: Shortfall
+SHORTFALL_COPYING: Shortfall
 OUTCOME_UNSPECIFIED: Outcome
 OUTCOME_STORED: Outcome
 OUTCOME_EXISTS: Outcome

@@ -1,0 +1,113 @@
+"""The link with its own thread."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from engine_plugin.vllm.link import Commit, DaemonLink, Query
+from tests.plugin.fakes import FakeClient, FakeDaemon, FakeLease
+
+KEYS = [bytes([i]) * 32 for i in range(6)]
+
+
+def wait_until(holds: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 10
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def query(**changes: object) -> Query:
+    return Query(KEYS, time.monotonic() + 10, **changes)  # type: ignore[arg-type]
+
+
+def test_asked_stored_found_and_given_back() -> None:
+    daemon = FakeDaemon(32)
+    link = DaemonLink(FakeClient(daemon), stock_max=16)
+    link.set_busy(True)
+    link.ask([query()])
+    link.wait_answer(10)
+    (reply,) = link.replies()
+    assert (reply.available, reply.lease, reply.problem) == (0, None, "")
+
+    slots = link.take_slots(len(KEYS))
+    assert len(slots) == len(KEYS)  # announced by the misses
+    outcomes: list[np.ndarray] = []
+    link.commit(Commit(slots.generation, slots.offsets, KEYS, None, done=outcomes.append))
+    wait_until(lambda: outcomes)
+    assert outcomes[0].tolist() == [1] * len(KEYS)
+
+    link.ask([query()])
+    wait_until(lambda: daemon.leases)
+    link.wait_answer(10)
+    (reply,) = link.replies()
+    assert reply.available == len(KEYS)
+    assert reply.lease is not None
+    link.release([reply.lease])
+    wait_until(lambda: not daemon.leases)
+    link.close()
+    assert not daemon.reserved
+    assert len(daemon.blocks) == len(KEYS)
+
+
+def test_an_engine_that_only_loads_reserves_nothing() -> None:
+    daemon = FakeDaemon(32)
+    link = DaemonLink(FakeClient(daemon), stock_max=0)
+    link.set_busy(True)
+    link.ask([query()])
+    link.wait_answer(10)
+    assert not len(link.take_slots(4))
+    link.close()
+    assert "reserve" not in daemon.calls
+
+
+def test_nothing_waits_for_a_call_that_hangs() -> None:
+    daemon = FakeDaemon(32)
+    released = threading.Event()
+    entered = threading.Event()
+
+    class Hanging(FakeClient):
+        def acquire(self, queries: Sequence[tuple[int, Sequence[bytes]]]) -> list[FakeLease]:
+            entered.set()
+            released.wait(60)
+            return super().acquire(queries)
+
+    link = DaemonLink(Hanging(daemon), stock_max=8)
+    link.ask([query()])
+    assert entered.wait(10)
+    began = time.monotonic()
+    link.ask([query()])
+    link.release([])
+    link.abort(b"", np.zeros(1, np.uint64))
+    link.flush()
+    assert not link.replies()
+    assert len(link.take_slots(3)) == 0
+    link.close(timeout_s=0.05)
+    assert time.monotonic() - began < 10  # and not the 60 s of the call
+    released.set()
+
+
+def test_a_call_that_raises_anything_does_not_end_the_thread() -> None:
+    daemon = FakeDaemon(32)
+
+    class Broken(FakeClient):
+        def acquire(self, queries: Sequence[tuple[int, Sequence[bytes]]]) -> list[FakeLease]:
+            if daemon.calls.count("broken") == 0:
+                daemon.calls.append("broken")
+                raise RuntimeError("a defect")
+            return super().acquire(queries)
+
+    link = DaemonLink(Broken(daemon), stock_max=8)
+    link.ask([query()])
+    link.wait_answer(10)
+    (reply,) = link.replies()
+    assert reply.problem == "error"
+    link.ask([query()])
+    link.wait_answer(10)
+    wait_until(lambda: daemon.calls.count("acquire"))
+    assert link.take_counts()["calls_failed", "error"] == 1
+    link.close()

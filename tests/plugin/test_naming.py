@@ -1,0 +1,144 @@
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from engine_plugin.vllm.naming import (
+    EngineFacts,
+    hash_seed,
+    namespace_of,
+    rank_bytes_of,
+    refuse_unsupported,
+    weights_fingerprint,
+)
+from kvstore.errors import ConfigError
+
+
+def config(rank: int = 0) -> Any:
+    """Stands for vLLM's OffloadingConfig, which is plain data."""
+    return SimpleNamespace(
+        groups=(SimpleNamespace(tokens_per_block=64, layer_names=("layer.0", "layer.1"), group_id=0),),
+        worker_kv_bytes_per_block=4096,
+        extra_config={},
+        engine_id="engine",
+        model=SimpleNamespace(name="model", dtype="bfloat16"),
+        cache=SimpleNamespace(tokens_per_hash=64, blocks_per_chunk=2),
+        parallel=SimpleNamespace(rank=rank, world_size=2, tp_size=2, pp_size=1, pcp_size=1, dcp_size=1),
+        canonical_layout=False,
+        kv_cache_layout="LBHNC",
+    )
+
+
+FACTS = EngineFacts(revision="main")
+
+
+def test_sizes_are_those_of_all_ranks_side_by_side() -> None:
+    namespace = namespace_of(config(), FACTS)
+    assert namespace.block_size == 128
+    assert rank_bytes_of(config()) == 8192
+    assert namespace.block_bytes == 16384
+
+
+def test_scheduler_and_every_worker_name_the_same() -> None:
+    assert len({namespace_of(config(rank), FACTS).digest() for rank in range(2)}) == 1
+
+
+def _with(path: str, value: Any) -> Any:
+    changed = copy.deepcopy(config())
+    *parents, last = path.split(".")
+    target = changed
+    for name in parents:
+        target = target[int(name)] if name.isdigit() else getattr(target, name)
+    setattr(target, last, value)
+    return changed
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("model.name", "other"),
+        ("model.dtype", "fp8"),
+        ("cache.tokens_per_hash", 32),
+        ("cache.blocks_per_chunk", 1),
+        ("groups.0.tokens_per_block", 32),
+        ("groups.0.layer_names", ("layer.0", "layer.2")),
+        ("kv_cache_layout", "LBNHC"),
+        ("parallel.tp_size", 4),
+        ("parallel.pp_size", 2),
+        ("parallel.pcp_size", 2),
+        ("parallel.dcp_size", 2),
+        ("parallel.world_size", 4),
+    ],
+)
+def test_what_changes_the_bytes_changes_the_namespace(path: str, value: Any) -> None:
+    assert namespace_of(_with(path, value), FACTS).digest() != namespace_of(config(), FACTS).digest()
+
+
+def test_tokens_per_block_is_told_apart_where_chunks_are_equal() -> None:
+    one, other = _with("cache.blocks_per_chunk", 1), config()
+    one.groups[0].tokens_per_block = 128
+    assert namespace_of(one, FACTS).block_size == namespace_of(other, FACTS).block_size
+    assert namespace_of(one, FACTS).digest() != namespace_of(other, FACTS).digest()
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        EngineFacts(revision="other"),
+        EngineFacts(revision="main", hash_algo="sha256_cbor"),
+        EngineFacts(revision="main", hash_seed="7"),
+        EngineFacts(revision="main", extra=(("quantization", '"awq"'),)),
+    ],
+)
+def test_what_changes_keys_or_weights_changes_the_namespace(facts: EngineFacts) -> None:
+    assert namespace_of(config(), facts).digest() != namespace_of(config(), FACTS).digest()
+
+
+def test_tenants_are_apart() -> None:
+    assert namespace_of(config(), FACTS, "a").digest() != namespace_of(config(), FACTS, "b").digest()
+
+
+def test_seed_of_the_hash_chain(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    assert hash_seed("sha256", "a") == hash_seed("sha256", "b")
+    assert hash_seed("xxhash", "a") != hash_seed("xxhash", "b")
+    monkeypatch.setenv("PYTHONHASHSEED", "5")
+    assert hash_seed("xxhash", "a") == hash_seed("sha256", "b") == "5"
+
+
+def test_weights_in_a_folder_are_told_apart(tmp_path: Path) -> None:
+    assert weights_fingerprint("org/model") == ""
+    weights = tmp_path / "model.safetensors"
+    (tmp_path / "config.json").write_text("{}")
+    weights.write_bytes(bytes(1_000_000))
+    first = weights_fingerprint(str(tmp_path))
+    assert first == weights_fingerprint(str(tmp_path))
+    weights.write_bytes(bytes(500_000) + b"\1" * 5000 + bytes(495_000))
+    trained = weights_fingerprint(str(tmp_path))
+    (tmp_path / "config.json").write_text('{"rope_theta": 2}')
+    assert len({first, trained, weights_fingerprint(str(tmp_path))}) == 3
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "says"),
+    [
+        ("groups", (1, 2), "2 KV cache groups"),
+        ("parallel.pp_size", 2, "use tensor parallelism alone"),
+        ("parallel.dcp_size", 2, "use tensor parallelism alone"),
+        ("canonical_layout", True, "remove it"),
+        ("worker_kv_bytes_per_block", 0, "how large"),
+    ],
+)
+def test_what_does_not_work_is_refused_with_the_alternative(path: str, value: Any, says: str) -> None:
+    refuse_unsupported(config(), FACTS)
+    with pytest.raises(ConfigError, match=says):
+        refuse_unsupported(_with(path, value), FACTS)
+
+
+def test_ranks_on_several_hosts_are_refused() -> None:
+    with pytest.raises(ConfigError, match="one engine on each host"):
+        refuse_unsupported(config(), EngineFacts(hosts=2))

@@ -1,0 +1,217 @@
+"""The worker's copies against KV memory and a pool that the test can look into."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+LAYERS, BLOCKS, PAGE = 3, 12, 32
+RANKS, RANK = 2, 1
+BLOCKS_PER_SLOT = 2
+BLOCK_BYTES = LAYERS * PAGE
+RANK_BYTES = BLOCKS_PER_SLOT * BLOCK_BYTES
+SLOT_BYTES = RANKS * RANK_BYTES
+SLOTS = 6
+
+
+class Arena:
+    def __init__(self) -> None:
+        self.memory = np.zeros((SLOTS, SLOT_BYTES), np.uint8)
+        self.epochs = np.arange(SLOTS, dtype=np.uint32)
+        self.generation = b"now"
+        self.size_bytes = self.memory.nbytes
+        self.address = self.memory.ctypes.data
+
+    def epochs_of(self, offsets: np.ndarray) -> np.ndarray:
+        return self.epochs[(offsets // SLOT_BYTES).astype(np.int64)]
+
+
+class Session:
+    def __init__(self) -> None:
+        self.arena: Arena | None = Arena()
+        self.attached = True
+
+    def close(self) -> None:
+        self.attached = False
+
+
+class Rig:
+    """A worker of rank 1 of 2, whose KV blocks are half as large as what is stored."""
+
+    def __init__(self) -> None:
+        import torch
+        from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
+
+        from engine_plugin.copy.cpu import CpuCopier
+        from engine_plugin.vllm.worker import KVStoreWorker, layout_of
+
+        torch.manual_seed(0)
+        self.layers = [torch.randint(-128, 128, (BLOCKS, PAGE), dtype=torch.int8) for _ in range(LAYERS)]
+        caches = CanonicalKVCaches(
+            [CanonicalKVCacheTensor(layer, PAGE) for layer in self.layers],
+            [[CanonicalKVCacheRef(index, PAGE) for index in range(LAYERS)]],
+        )
+        self.session = Session()
+        self.worker = KVStoreWorker(
+            layout_of(caches),
+            client=self.session,
+            copier=CpuCopier(2),
+            rank=RANK,
+            blocks_per_slot=BLOCKS_PER_SLOT,
+            rank_bytes=RANK_BYTES,
+        )
+
+    def block(self, block_id: int) -> np.ndarray:
+        return np.concatenate([layer[block_id].numpy().view(np.uint8) for layer in self.layers])
+
+    def slots(self, places: list[int], **changes: Any) -> Any:
+        from engine_plugin.vllm.messages import SlotSpec
+
+        offsets = np.array(places, np.uint64) * SLOT_BYTES
+        fields = {"generation": b"now", "offsets": offsets, "epochs": np.array(places, np.uint32), **changes}
+        return SlotSpec(**fields)
+
+    def blocks(self, ids: list[int], first: int) -> Any:
+        from vllm.v1.kv_offload.base import GPULoadStoreSpec
+
+        return GPULoadStoreSpec(ids, group_sizes=[len(ids)], block_indices=[first])
+
+    def finish(self, job_id: int) -> Any:
+        self.worker.wait({job_id})
+        results = self.worker.get_finished()
+        assert [result.job_id for result in results] == [job_id]
+        assert results[0].success  # vLLM asserts it
+        return self.worker.take_report()
+
+    def store(self, ids: list[int], places: list[int], first: int = 0, **changes: Any) -> Any:
+        assert self.worker.submit_store(1, self.blocks(ids, first), self.slots(places, ticket=7, **changes))
+        return self.finish(1)
+
+    def load(self, ids: list[int], places: list[int], first: int = 0, **changes: Any) -> Any:
+        assert self.worker.submit_load(2, self.slots(places, req_id="r", **changes), self.blocks(ids, first))
+        return self.finish(2)
+
+
+@pytest.fixture
+def rig() -> Any:
+    rig = Rig()
+    yield rig
+    rig.worker.shutdown()
+
+
+def test_a_rank_writes_its_own_part_of_each_slot(rig: Rig) -> None:
+    report = rig.store([3, 5, 1, 8], [4, 2])
+    assert report.stores_done == {7: 1}
+    assert not report.stores_failed
+    assert rig.session.arena is not None
+    memory = rig.session.arena.memory
+    assert np.array_equal(memory[4, RANK_BYTES:], np.concatenate([rig.block(3), rig.block(5)]))
+    assert np.array_equal(memory[2, RANK_BYTES:], np.concatenate([rig.block(1), rig.block(8)]))
+    assert not memory[:, :RANK_BYTES].any()
+    assert not memory[[0, 1, 3, 5]].any()
+
+
+def test_what_was_stored_is_loaded_into_other_blocks(rig: Rig) -> None:
+    rig.store([3, 5, 1, 8], [4, 2])
+    kept = [rig.block(block) for block in (3, 5, 1, 8)]
+    others = {block: rig.block(block) for block in range(BLOCKS) if block not in (10, 2, 11, 7)}
+    report = rig.load([10, 2, 11, 7], [4, 2])
+    assert not report.loads_failed
+    assert not rig.worker.take_failed_loads()
+    for block, content in zip((10, 2, 11, 7), kept, strict=True):
+        assert np.array_equal(rig.block(block), content)
+    for block, content in others.items():
+        assert np.array_equal(rig.block(block), content)
+
+
+def test_a_load_may_begin_and_end_inside_of_a_slot(rig: Rig) -> None:
+    rig.store([3, 5, 1, 8], [4, 2])
+    kept = [rig.block(block) for block in (5, 1)]
+    rig.load([10, 11], [4, 2], first=7)
+    assert [np.array_equal(rig.block(10), kept[0]), np.array_equal(rig.block(11), kept[1])] == [True, True]
+
+
+def test_a_load_of_nothing_is_done_at_once(rig: Rig) -> None:
+    assert not rig.load([], []).loads_failed
+
+
+def test_nothing_is_written_to_the_null_block(rig: Rig) -> None:
+    rig.store([3, 5], [4])
+    null, kept = rig.block(0), rig.block(5)
+    assert not rig.load([0, 9], [4]).loads_failed
+    assert np.array_equal(rig.block(0), null)
+    assert np.array_equal(rig.block(9), kept)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"epochs": np.array([99], np.uint32)}, "epoch"),
+        ({"generation": b"before"}, "generation"),
+        ({"generation": b""}, "not_pinned"),
+        ({"offsets": np.array([SLOTS * SLOT_BYTES], np.uint64)}, "error"),
+    ],
+)
+def test_a_load_that_cannot_be_right_fails(rig: Rig, changes: dict[str, Any], reason: str) -> None:
+    before = [rig.block(block) for block in (9, 10)]
+    report = rig.load([9, 10], [4], **changes)
+    assert report.loads_failed == {"r": reason}
+    assert rig.worker.take_failed_loads() == {"r"}
+    if reason != "epoch":
+        assert all(np.array_equal(rig.block(b), kept) for b, kept in zip((9, 10), before, strict=True))
+
+
+def test_without_a_mapping_loads_and_stores_fail(rig: Rig) -> None:
+    rig.session.arena = None
+    assert rig.load([9, 10], [4]).loads_failed == {"r": "worker_detached"}
+    assert rig.store([9, 10], [4]).stores_failed == {7}
+
+
+def test_a_store_with_a_hole_or_too_few_blocks_is_never_published(rig: Rig) -> None:
+    assert rig.store([9, 0], [4]).stores_failed == {7}
+    assert rig.store([9, 10], [4, 2]).stores_failed == {7}
+    assert rig.store([9, 10, 11], [4, 2]).stores_failed == {7}
+    assert rig.store([BLOCKS, 10], [4]).stores_failed == {7}
+    assert rig.session.arena is not None
+    assert not rig.session.arena.memory.any()
+
+
+def test_a_load_under_way_ends_well_when_the_daemon_dies(rig: Rig) -> None:
+    rig.store([3, 5], [4])
+    kept = rig.block(3)
+    rig.session.attached = False  # the mapping stays
+    report = rig.load([9, 10], [4])
+    assert not report.loads_failed
+    assert np.array_equal(rig.block(9), kept)
+
+
+def test_attachment_is_reported_when_it_changes(rig: Rig) -> None:
+    assert rig.worker.take_report().attached == {RANK: b"now"}
+    assert not rig.worker.take_report()
+    rig.session.attached = False
+    assert rig.worker.take_report().attached == {RANK: b""}
+
+
+def test_reports_of_ranks_add_up() -> None:
+    from engine_plugin.vllm.messages import KVStoreWorkerMetadata, WorkerReport
+
+    one = KVStoreWorkerMetadata({5: 1}, report=WorkerReport({0: b"g"}, {7: 1}, {7}, {"r": "epoch"}))
+    two = KVStoreWorkerMetadata({5: 1}, report=WorkerReport({1: b"g"}, {7: 1, 8: 1}))
+    both = one.aggregate(two)
+    assert isinstance(both, KVStoreWorkerMetadata)
+    assert both.completed_jobs == {5: 2}
+    assert both.report == WorkerReport({0: b"g", 1: b"g"}, {7: 2, 8: 1}, {7}, {"r": "epoch"})
+
+
+def test_another_layout_than_the_schedulers_is_refused(rig: Rig) -> None:
+    from engine_plugin.vllm.worker import KVStoreWorker
+    from kvstore.errors import ConfigError
+
+    with pytest.raises(ConfigError, match="this KV cache layout does not work"):
+        KVStoreWorker(
+            rig.worker._layout, client=rig.session, copier=None, rank=0, blocks_per_slot=4, rank_bytes=RANK_BYTES
+        )
