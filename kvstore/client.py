@@ -53,6 +53,7 @@ class Reservation:
         epochs: Their epochs.
         shortfall: Why there are fewer than asked; None where there are not.
         exists: Where keys were given: which of them exist already, and so got no slot.
+        request_id: Number of the call that took them, see give_up.
     """
 
     generation: bytes
@@ -60,6 +61,7 @@ class Reservation:
     epochs: Epochs
     shortfall: str | None
     exists: npt.NDArray[np.bool_]
+    request_id: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -348,28 +350,38 @@ class Client:
         Raises:
             InvalidRequest: another namespace was opened meanwhile.
         """
-        reply, _ = self._connection.ask(
-            lambda at: (
-                self._stub.Reserve,
-                engine_pb2.ReserveRequest(
-                    session=at.session,
-                    namespace=_digest(at, namespace),
-                    group=kv_group,
-                    count=count,
-                    wait_ms=int(wait_s * 1000),
-                    keys=keys,
-                    request_id=self._connection.next_request_id(),
-                ),
-            ),
-            wait_s=wait_s,
-        )
+        request_id = 0
+
+        def build(at: Attached) -> tuple[Any, engine_pb2.ReserveRequest]:
+            nonlocal request_id
+            request_id = self._connection.next_request_id()
+            return self._stub.Reserve, engine_pb2.ReserveRequest(
+                session=at.session,
+                namespace=_digest(at, namespace),
+                group=kv_group,
+                count=count,
+                wait_ms=int(wait_s * 1000),
+                keys=keys,
+                request_id=request_id,
+            )
+
+        reply, _ = self._connection.ask(build, wait_s=wait_s)
         return Reservation(
             generation=reply.generation,
             offsets=offsets_array(reply.offsets),
             epochs=epochs_array(reply.epochs),
             shortfall=_SHORTFALL_WORDS[reply.shortfall],
             exists=np.frombuffer(reply.exists, dtype=np.bool_),
+            request_id=request_id,
         )
+
+    def give_up(self, reservation: Reservation) -> None:
+        """Returns what was not committed of a reservation, in the background. For callers that do not know what was,
+        since the answer never came: abort() could hit a slot that this client was given anew meanwhile.
+        """
+        attached = self._connection.attached
+        if attached is not None and attached.generation == reservation.generation:
+            self._connection.forget(reservation.request_id, attached)
 
     def commit(
         self,

@@ -169,19 +169,21 @@ class Connection:
             raise StaleGeneration("the daemon was restarted, or ended this session: attaching again") from error
         except (DeadlineExceeded, DaemonUnavailable):
             if request_id := getattr(request, "request_id", 0):
-                threading.Thread(
-                    target=self._forget, args=(request_id, attached), name="kvstore-forget", daemon=True
-                ).start()
+                self.forget(request_id, attached)
             raise
 
     def next_request_id(self) -> int:
         """A number for a call that takes something, see proto/kvstore/v1/engine.proto."""
         return next(self._request_ids)
 
+    def forget(self, request_id: int, attached: Attached) -> None:
+        """Gives back what a request took and what was not given back so far, in the background."""
+        threading.Thread(target=self._forget, args=(request_id, attached), name="kvstore-forget", daemon=True).start()
+
     def _forget(self, request_id: int, attached: Attached) -> None:
         """The thread that tells the daemon, for as long as the session lives."""
         message = engine_pb2.ReleaseRequest(session=attached.session, forget=[request_id])
-        while self._attached is attached:
+        while (now := self._attached) is not None and now.session == attached.session:
             with contextlib.suppress(grpc.RpcError):
                 self.stub.Release(message, timeout=self.timeout_s)
                 return

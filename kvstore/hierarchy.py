@@ -371,8 +371,9 @@ class Hierarchy:
                 # The caller has gone and never learns of these slots.
                 self.abort(session, got.offsets)
                 raise
-            # The session may have ended in between; what it held went back then.
+            # The session may have ended in between; what it held went back then, or is left to its group.
             if session.ended or request_id in session.forgotten:
+                self.abort(session, got.offsets)
                 return Reserved([], Shortfall.DRAINING)
             more = self.reserve(session, keyspace, count - len(got.offsets), request_id)
             got = Reserved(got.offsets + more.offsets, more.shortfall)

@@ -20,8 +20,9 @@ from kvstore.errors import DeadlineExceeded, InvalidRequest, KVStoreError, NoMap
 if TYPE_CHECKING:
     from kvstore.client import Client, Reservation
 
-#: Bytes in one round of reserve, copy, commit. Rounds overlap, so this only has to be long against a call (0.5 ms).
-_ROUND_BYTES: Final = 64 << 20
+#: Bytes in one round of reserve, copy, commit. Rounds overlap, but calls take the interpreter and a core away from the
+#: copy: a round is long (10 ms) against a call (0.5 ms).
+_ROUND_BYTES: Final = 128 << 20
 #: Most blocks in one round, for small blocks.
 _ROUND_BLOCKS: Final = 1024
 #: Tickets that may wait. The blocks belong to the caller until then, so this bounds what a forgetful caller keeps
@@ -204,8 +205,12 @@ class Inserter:
                 wanted = missing[missing < end]
                 self._copy(slots, [job.blocks[start + index] for index in wanted])
                 parent = job.keys[start + int(wanted[0]) - 1] if len(wanted) and start + int(wanted[0]) > 0 else None
-                commits.append(calls.submit(self._commit, slots, [keys[index] for index in wanted], parent, counts))
+                committing = (slots, [keys[index] for index in wanted], parent, counts)
                 settled = start + end
+                if coming is None:  # nothing is left to copy meanwhile, and handing over to a thread takes time
+                    self._commit(*committing)
+                else:
+                    commits.append(calls.submit(self._commit, *committing))
                 if slots.shortfall is not None:
                     refused[slots.shortfall] += len(job.keys) - settled
                     settled = len(job.keys)
@@ -245,9 +250,8 @@ class Inserter:
         try:
             outcomes = self._client.commit(slots.generation, slots.offsets, keys, parent=parent).tolist()
         except KVStoreError:
-            # Slots that were committed all the same, and only the answer was lost, are not this session's any more.
-            with contextlib.suppress(KVStoreError):
-                self._client.abort(slots.generation, slots.offsets)
+            # They may have been committed all the same, and only the answer was lost.
+            self._client.give_up(slots)
             raise
         counts["stored"] += outcomes.count(1)
         counts["exists"] += outcomes.count(2)

@@ -87,6 +87,17 @@ def _of_groups(key: str) -> Callable[[Stats], Iterator[Sample]]:
     return samples
 
 
+def _transfers(stats: Stats) -> Iterator[Sample]:
+    for event, value in stats.get("transfers", {}).items():
+        if event != "queued_bytes":
+            yield (event,), float(value)
+
+
+def _transfers_queued(stats: Stats) -> Iterator[Sample]:
+    if "transfers" in stats:
+        yield (), float(stats["transfers"]["queued_bytes"])
+
+
 def _info(stats: Stats) -> Iterator[Sample]:
     yield (stats["version"], stats["generation"]), 1.0
 
@@ -235,6 +246,21 @@ FAMILIES: Final[tuple[Family, ...]] = (
         _counts("refused"),
     ),
     Family("kvstore_removed", "counter", "Blocks that left every tier.", ("reason",), _counts("removed")),
+    Family(
+        "kvstore_transfers",
+        "counter",
+        "Blocks copied between tiers, or not, by what happened. not_copied_queue_full: a lower tier is too slow for "
+        "what is stored.",
+        ("event",),
+        _transfers,
+    ),
+    Family(
+        "kvstore_transfers_queued_bytes",
+        "gauge",
+        "Bytes that wait to be copied to a lower tier.",
+        (),
+        _transfers_queued,
+    ),
     Family("kvstore_bytes", "counter", "Bytes stored and read.", ("direction",), _counts("bytes")),
     Family("kvstore_calls", "counter", "gRPC calls.", ("method",), _counts("calls")),
     Family("kvstore_errors", "counter", "gRPC calls that failed.", ("status",), _counts("errors")),

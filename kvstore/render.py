@@ -210,7 +210,7 @@ def _counts(stats: Stats) -> Table:
         f"{stats['pins']} pins in {stats['leases']} leases, {stats['reserved_slots']} reserved slots, "
         f"{stats['waiters']} waiting calls",
     )
-    for key in ("hits", "misses", "stores", "refused", "removed", "calls", "errors"):
+    for key in ("hits", "misses", "stores", "refused", "removed", "transfers", "calls", "errors"):
         _row(table, key, ", ".join(f"{name} {value}" for name, value in stats[key].items()) or "none")
     _row(table, "bytes", ", ".join(f"{name} {decimal(value)}" for name, value in stats["bytes"].items()))
     return table

@@ -29,6 +29,8 @@ from kvstore.tier import ReadOutcome, Tier, TierState, WriteOutcome
 
 #: Share of the pool that may be pinned by copy-down, and taken by promotion.
 _SHARE: Final = 0.25
+#: Share of the pool that is kept free or clean under `back`.
+_CLEAN_SHARE: Final = 0.125
 #: Bytes of one call to a tier: many of its extents, and still soon done.
 _BATCH_BYTES: Final = 32 << 20
 _BATCH_BLOCKS: Final = 512
@@ -58,8 +60,10 @@ class Transfers:
 
     Attributes:
         counts: What happened: promoted, copied, and what was not and why. Only ever grows.
-        held: Blocks that wait for copy-down or are being copied; each has one pin of ours.
-        lost_slots: Slots that a hanging medium may still touch. They are never used again.
+        held: Blocks that wait for copy-down or are being copied; each has one pin of ours. One whose slot a hanging
+            medium may still read stays here for good.
+        filling: Slots that are being filled from below, by offset. One that a hanging medium may still write stays here
+            for good.
     """
 
     def __init__(
@@ -74,13 +78,14 @@ class Transfers:
         self.tiers = tuple(tiers)
         self.counts: Counter[str] = Counter()
         self.held: set[Block] = set()
-        self.lost_slots: set[int] = set()
+        self.filling: dict[int, Promotion] = {}
         self._pool = pool
         self._policy = policy
         self._clock = clock
         self._wake = wake
         self._room_made = room_made
         self._bytes_max = int(pool.arena.size_bytes * _SHARE)
+        self._clean_bytes = int(pool.arena.size_bytes * _CLEAN_SHARE)
         self._queued_bytes = 0
         self._coming_bytes = 0
         #: Blocks to copy down, oldest first; True: the block leaves the pool afterwards.
@@ -103,10 +108,19 @@ class Transfers:
 
     def offer(self, blocks: Iterable[Block]) -> None:
         """Takes note of blocks that were committed just now."""
-        if self.tiers and self._policy is WritePolicy.THROUGH:
+        if self._policy is WritePolicy.THROUGH:
             for block in blocks:
                 self._enqueue(block, leaves=False)
-            self._start_writing()
+        elif self._pool.arena.size_bytes - self._pool.used_bytes < self._clean_bytes:
+            self._clean_ahead()
+        self._start_writing()
+
+    def _clean_ahead(self) -> None:
+        """Copies the next ones to leave before their turn comes, so that stores need not wait for it then."""
+        for home in self._pool.homes():
+            for block in home.policy.peek(max(1, self._clean_bytes // home.slot_bytes)):
+                if not block.below and not block.pins and not self._enqueue(block, leaves=True):
+                    return
 
     def _may_leave(self, block: Block) -> bool:
         """Whether the pool may free a block now. If not, it leaves by itself once it is copied."""
@@ -115,7 +129,8 @@ class Transfers:
             for tier in self.tiers:
                 tier.touch([block.name])
             return True
-        if self._policy is WritePolicy.BACK and self._enqueue(block, leaves=True):
+        # Under `through` too: when it was stored there was too much to copy, and by now there may be time for it.
+        if self._enqueue(block, leaves=True):
             self._start_writing()
             return False
         return True
@@ -172,14 +187,14 @@ class Transfers:
         finally:
             self._writing -= 1
             for block, leaves in batch:
-                self.held.discard(block)
+                if block not in lost:
+                    self.held.discard(block)
                 self._held_names[block.name] -= 1
                 if not self._held_names[block.name]:
                     del self._held_names[block.name]
                 self._queued_bytes -= block.keyspace.slot_bytes
                 if block in lost:
                     # Its pin stays for good: the medium may read the slot at any time.
-                    self.lost_slots.add(block.offset)
                     self._pool.remove(block, "buffer_lost")
                     continue
                 # One that was read again since its turn came is no longer the coldest, and stays: it is clean now.
@@ -227,6 +242,7 @@ class Transfers:
             assert source is not None
             promotion = Promotion(keys[index], keyspace, offset, keys[index - 1] if index else parent, group)
             keyspace.coming[keys[index]] = promotion
+            self.filling[offset] = promotion
             self._coming_bytes += slot_bytes
             batch = batches.setdefault(source, [])
             batch.append(promotion)
@@ -287,17 +303,17 @@ class Transfers:
         self._coming_bytes -= keyspace.slot_bytes
         if keyspace.coming.get(key) is promotion:
             del keyspace.coming[key]
-        if outcome is ReadOutcome.OK and not promotion.cancelled and key not in keyspace.blocks:
-            parent = keyspace.blocks.get(promotion.parent) if promotion.parent is not None else None
-            block = self._pool.place(key, keyspace, promotion.offset, parent, promotion.group)
-            block.below = True
-            self._pool.touch([block])
-            keyspace.fresh[key] = tier_name
-        elif outcome is ReadOutcome.BUFFER_LOST:
-            # Never given back: the medium may write into it at any time.
-            self.lost_slots.add(promotion.offset)
-        else:
-            self._pool.give_back(promotion.group, promotion.offset)
+        # Never given back where the medium may still write into it.
+        if outcome is not ReadOutcome.BUFFER_LOST:
+            del self.filling[promotion.offset]
+            if outcome is ReadOutcome.OK and not promotion.cancelled and key not in keyspace.blocks:
+                parent = keyspace.blocks.get(promotion.parent) if promotion.parent is not None else None
+                block = self._pool.place(key, keyspace, promotion.offset, parent, promotion.group)
+                block.below = True
+                self._pool.touch([block])
+                keyspace.fresh[key] = tier_name
+            else:
+                self._pool.give_back(promotion.group, promotion.offset)
         if outcome in (ReadOutcome.FAILED, ReadOutcome.BUFFER_LOST):
             self._remember_failure(keyspace.prefix + key)
         self._wake(keyspace, key)

@@ -19,7 +19,7 @@ def shared_daemon() -> Iterator[Daemon]:
 
 @pytest.fixture
 def served(shared_daemon: Daemon) -> Iterator[Daemon]:
-    """The module's daemon: empty at first; afterwards nobody may hold anything, and it must still be the same process."""
+    """The module's daemon, empty at first. Afterwards it must still run, and nobody may hold anything of it."""
     yield shared_daemon
     assert shared_daemon.process is not None and shared_daemon.process.poll() is None, shared_daemon.log.read_text()
     shared_daemon.check_nothing_held()

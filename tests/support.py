@@ -134,9 +134,7 @@ class Daemon:
     def resident_bytes(self) -> int:
         """Memory of it that is not shared with anybody: the pool does not count."""
         assert self.process is not None
-        fields = dict(
-            line.split(":", 1) for line in Path(f"/proc/{self.process.pid}/status").read_text().splitlines()
-        )
+        fields = dict(line.split(":", 1) for line in Path(f"/proc/{self.process.pid}/status").read_text().splitlines())
         return int(fields["RssAnon"].split()[0]) << 10
 
 

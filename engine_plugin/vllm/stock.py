@@ -16,6 +16,8 @@ import numpy as np
 
 #: The stock of an engine that has had no request for this long goes back to the pool.
 STOCK_IDLE_S: Final = 5.0
+#: So does that of one that has requests and has not announced or stored anything for this long. Longer than a step.
+STOCK_UNUSED_S: Final = 60.0
 #: Slots kept while the engine has requests, for blocks that no lookup announces (such as generated tokens).
 STOCK_BASE: Final = 4
 #: A pool that is full or silent is asked again after this long, not in a loop.
@@ -62,7 +64,7 @@ class SlotStock:
             return self._pop(min(count, len(self._slots)))
 
     def set_busy(self, busy: bool) -> None:
-        """Whether the engine has requests, which may store. A step may take any time, so time alone does not tell."""
+        """Whether the engine has requests, which may store when their step ends."""
         with self._lock:
             self._busy = busy
             self._used_at = self._now()
@@ -118,7 +120,7 @@ class SlotStock:
             self._generation = generation
 
     def _idle(self) -> bool:
-        return not self._busy and self._now() - self._used_at > STOCK_IDLE_S
+        return self._now() - self._used_at > (STOCK_UNUSED_S if self._busy else STOCK_IDLE_S)
 
     def _short(self) -> int:
         if self._idle():

@@ -88,8 +88,7 @@ def _check_reservations(hierarchy: Hierarchy) -> dict[int, Keyspace]:
         for session in hierarchy.sessions
         for offset, reservation in session.reserved.items()
     ]
-    for keyspace in _keyspaces(hierarchy):
-        held += [(promotion.offset, keyspace) for promotion in keyspace.coming.values()]
+    held += [(offset, promotion.keyspace) for offset, promotion in hierarchy.transfers.filling.items()]
     reserved = dict(held)
     assert len(reserved) == len(held), "a slot is taken twice"
     return reserved
@@ -183,10 +182,9 @@ def _check_sums(hierarchy: Hierarchy, blocks: list[Block]) -> None:
     for session in hierarchy.sessions:
         groups.add(session.group)
         of_group[session.group] += sum(held.keyspace.slot_bytes for held in session.reserved.values())
-    for keyspace in _keyspaces(hierarchy):
-        for promotion in keyspace.coming.values():
-            groups.add(promotion.group)
-            of_group[promotion.group] += keyspace.slot_bytes
+    for promotion in hierarchy.transfers.filling.values():
+        groups.add(promotion.group)
+        of_group[promotion.group] += promotion.keyspace.slot_bytes
     for group in groups:
         assert group.used_bytes == of_group[group], (
             f"group {group.name!r} counts {group.used_bytes} bytes, its blocks and reservations take {of_group[group]}"

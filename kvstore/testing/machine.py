@@ -314,13 +314,14 @@ class HierarchyMachine(RuleBasedStateMachine):
         offsets = [offset for offset, (where, _) in member.stock.items() if where == space][: len(keys)]
         keys = keys[: len(offsets)]
         others = [offset for other in self.members if other is not member for offset in other.stock]
+        spent = self._spent_for(member)
         elsewhere = [offset for offset, (where, _) in member.stock.items() if where != space]
         if odd == "foreign" and others:
             offsets[0] = others[which % len(others)]
-        elif odd == "spent" and self.spent:
-            offsets[0] = self.spent[which % len(self.spent)]
+        elif odd == "spent" and spent:
+            offsets[0] = spent[which % len(spent)]
         elif odd == "never":
-            offsets[0] = which
+            offsets[0] = 2 * which + 1
         elif odd == "twice":
             offsets[-1] = offsets[0]
         elif odd == "elsewhere" and elsewhere:
@@ -389,9 +390,16 @@ class HierarchyMachine(RuleBasedStateMachine):
         member = stocked[who % len(stocked)]
         mine = list(member.stock)[:count]
         others = [offset for other in self.members if other is not member for offset in other.stock]
-        asked = [*mine, mine[0], 1, *others[:1], *self.spent[-1:]] if odd else mine
+        asked = [*mine, mine[0], 1, *others[:1], *self._spent_for(member)[-1:]] if odd else mine
         own = [offset for offset in dict.fromkeys(asked) if member.stock.pop(offset, None)]
         assert self.hierarchy.abort(member.session, asked) == len(own)
+
+    def _spent_for(self, member: _Member) -> list[int]:
+        """Slots that were committed before. Not those that a call that still waits has taken for this member: it was
+        not told of them, so it cannot name them but by accident.
+        """
+        untold = member.session.reserved.keys() - member.stock.keys()
+        return [offset for offset in self.spent if offset not in untold]
 
     # -- reading ---------------------------------------------------------------------------------------------------
 

@@ -199,7 +199,7 @@ class DiskTier(Tier):
         self.rebuilt = loaded.rebuilt
         self.counts["index_dropped"] += loaded.dropped
         self.committer = Committer(
-            loaded.books, loaded.index, self._io, self.threads, self.clock, self._commit_interval_s, self.health
+            loaded.books, loaded.index, self.folder, self.threads, self.clock, self._commit_interval_s, self.health
         )
         self.room = Room(
             loaded.books, self.folder, self.threads, self.committer, self.health, self.clock, self._count_eviction

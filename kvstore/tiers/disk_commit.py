@@ -14,14 +14,13 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import errno
-from collections.abc import Callable
 from typing import Final, Protocol
 
 from kvstore.clock import Clock
 from kvstore.tier import TierNamespace
+from kvstore.tiers.disk_folder import DiskFolder
 from kvstore.tiers.disk_index import DiskIndex, Record
 from kvstore.tiers.disk_load import record_of
-from kvstore.tiers.files import FileIO
 from kvstore.tiers.index_check import IndexDamaged
 from kvstore.tiers.io_threads import IoThreads, Lane
 from kvstore.tiers.slabs import Books, Entry, Slab
@@ -61,7 +60,7 @@ class Committer:
         self,
         books: Books,
         index: DiskIndex,
-        io: FileIO,
+        folder: DiskFolder,
         threads: IoThreads,
         clock: Clock,
         interval_s: float,
@@ -69,7 +68,7 @@ class Committer:
     ) -> None:
         self._books = books
         self._index = index
-        self._io = io
+        self._folder = folder
         self._threads = threads
         self._clock = clock
         self._interval_s = interval_s
@@ -166,12 +165,16 @@ class Committer:
 
     async def _commit(self, taken: _Round) -> bool:
         failed = await self._synced({entry.slab.number: entry.slab for entry in taken.puts})
-        puts = [entry for entry in taken.puts if entry.slab.number not in failed]
+        puts = []
         for entry in taken.puts:
-            # The kernel may have thrown the bytes away when it reported the error: the block cannot be vouched for.
-            if entry.slab.number in failed and self._books.index.get(entry.key) is entry:
+            if self._books.index.get(entry.key) is not entry:
+                continue  # it left meanwhile
+            if entry.slab.number in failed:
+                # The kernel may have thrown the bytes away when it reported the error: nobody can vouch for them.
                 self._books.remove(entry)
                 self.removed(entry)
+            else:
+                puts.append(entry)
         try:
             await self._threads.call(Lane.COMMIT, lambda: self._write(taken, [record_of(entry) for entry in puts]))
         except (OSError, IndexDamaged) as error:
@@ -194,18 +197,21 @@ class Committer:
         """Numbers of the slabs whose bytes did not get to the medium."""
         failed: set[int] = set()
 
-        def sync(call: Callable[[int], None]) -> list[tuple[int, OSError]]:
+        def sync() -> list[tuple[int, OSError]]:
             errors = []
             for number, slab in slabs.items():
                 if not slab.dead:
                     try:
-                        call(slab.fd)
+                        if not slab.named:
+                            self._folder.sync_names()
+                            slab.named = True
+                        self._folder.io.fdatasync(slab.fd)
                     except OSError as error:
                         errors.append((number, error))
             return errors
 
         if slabs:
-            for number, error in await self._threads.call(Lane.COMMIT, lambda: sync(self._io.fdatasync)):
+            for number, error in await self._threads.call(Lane.COMMIT, sync):
                 failed.add(number)
                 self._faults.write_failed(error.errno or errno.EIO, f"fdatasync of slab {number}")
         return failed

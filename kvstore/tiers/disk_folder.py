@@ -187,9 +187,10 @@ class DiskFolder:
         finally:
             os.close(fd)
         os.rename(fresh, self.path / name)
-        self._sync_names()
+        self.sync_names()
 
-    def _sync_names(self) -> None:
+    def sync_names(self) -> None:
+        """Makes durable which files there are."""
         fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(fd)
@@ -222,7 +223,8 @@ class DiskFolder:
         return Slab(file.number, file.extent_bytes, file.extents, fd, os.fstat(fd).st_ino)
 
     def create_slab(self, number: int, extent_bytes: int, extents: int) -> Slab:
-        """A new file with room for all its extents, reserved where the file system can.
+        """A new file with room for all its extents, reserved where the file system can. sync_names() makes its name
+        durable.
 
         Raises:
             OSError: ENOSPC above all; nothing is left behind.
@@ -235,13 +237,13 @@ class DiskFolder:
                 self.io.allocate(fd, extents * extent_bytes)
             os.ftruncate(fd, extents * extent_bytes)
             os.rename(fresh, path)
-            self._sync_names()
         except BaseException:
             os.close(fd)
             with contextlib.suppress(OSError):
                 self.io.unlink(fresh)
             raise
         slab = Slab(number, extent_bytes, extents, fd, os.fstat(fd).st_ino)
+        slab.named = False
         slab.raw = list(range(extents - 1, -1, -1))
         return slab
 

@@ -78,6 +78,12 @@ class Keeper:
             tier.health.give_up(errno.ETIMEDOUT, "commit")
 
     async def _tend(self) -> None:
+        try:
+            await self._round()
+        except OSError as error:
+            self._tier.health.note(error.errno or errno.EIO, f"housekeeping: {error}")
+
+    async def _round(self) -> None:
         tier = self._tier
         if tier.room is None:
             if tier.health.probe_due():
@@ -155,7 +161,8 @@ class Keeper:
         slabs = list(tier.books.slabs.values())
 
         def look() -> list[tuple[Slab, str]]:
-            return [(slab, fault) for slab in slabs if (fault := tier.folder.slab_fault(slab)) is not None]
+            alive = [slab for slab in slabs if not slab.dead]
+            return [(slab, fault) for slab in alive if (fault := tier.folder.slab_fault(slab)) is not None]
 
         for slab, fault in await tier.threads.call(Lane.KEEP, look):
             if slab.dead:

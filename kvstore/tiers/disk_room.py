@@ -24,8 +24,8 @@ from kvstore.tiers.slabs import INDEX_BYTES_PER_BLOCK, Books, Entry, Slab, SlabC
 
 Extents = list[tuple[Slab, int]]
 
-#: Steps that one call takes for room. Each makes some, or ends the search.
-_STEPS_MAX: Final = 64
+#: Steps in a row that made room which others took, before a call does without.
+_STEPS_IN_VAIN_MAX: Final = 64
 #: Of a class, what is evicted at once where one block has to leave: the wait for the index is the same.
 _EVICT_SHARE: Final = 64
 _EVICT_MAX: Final = 256
@@ -84,10 +84,13 @@ class Room:
         If the caller gives up waiting, what is in `found` is the caller's to give back.
         """
         kind = self._books.class_of(extent_bytes)
-        for _ in range(_STEPS_MAX):
-            found += self._books.take(kind, count - len(found))
+        in_vain = 0
+        while in_vain < _STEPS_IN_VAIN_MAX:
+            taken = self._books.take(kind, count - len(found))
+            found += taken
             if len(found) == count:
                 return
+            in_vain = 0 if taken else in_vain + 1
             # A step goes on when its caller is cancelled: half of one would leave room that nobody accounts for.
             step = asyncio.get_running_loop().create_task(self._step(kind, count - len(found)))
             self._steps.add(step)
@@ -171,8 +174,8 @@ class Room:
             self._forgotten(entry)
             self._committer.removed(entry, reuse=False)
         self._leaving.append(slab)
-        if lost:
-            await self._committer.flush()
+        # Also where nothing was lost: a round that runs may be about to sync the file.
+        await self._committer.flush()
         return len(lost)
 
     async def remove_leaving(self) -> None:

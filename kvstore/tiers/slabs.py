@@ -56,6 +56,7 @@ class Slab:
         in_flight: Extents that a write goes on in.
         readers: Reads of it that go on.
         dead: It was given up; nothing goes in or out any more.
+        named: Its name is durable, too.
     """
 
     __slots__ = (
@@ -67,6 +68,7 @@ class Slab:
         "fd",
         "in_flight",
         "inode",
+        "named",
         "number",
         "raw",
         "readers",
@@ -90,6 +92,7 @@ class Slab:
         self.retired = 0
         self.count = 0
         self.dead = False
+        self.named = True
 
     def forget(self) -> None:
         """Empties its books."""

@@ -33,7 +33,13 @@ LAYERS: dict[str, set[str]] = {
     "kvstore.population": {"kvstore.backing"},
     "kvstore.handoff": {"kvstore.blocks", "kvstore.errors"},
     # The books: blocks know the group that owns them, and a lease knows its blocks.
-    "kvstore.directory": {"kvstore.arena", "kvstore.blocks", "kvstore.leases", "kvstore.policy"},
+    "kvstore.directory": {
+        "kvstore.arena",
+        "kvstore.blocks",
+        "kvstore.leases",
+        "kvstore.policy",
+        "kvstore.tier",
+    },
     "kvstore.leases": {"kvstore.blocks", "kvstore.clock", "kvstore.directory", "kvstore.errors"},
     "kvstore.pool": {"kvstore.arena", "kvstore.directory", "kvstore.leases", "kvstore.policy"},
     "kvstore.transfers": {
@@ -44,7 +50,16 @@ LAYERS: dict[str, set[str]] = {
         "kvstore.tier",
     },
     "kvstore.tier": {"kvstore.blocks", "kvstore.errors"},
-    "kvstore.tiers": {"kvstore.blocks", "kvstore.config", "kvstore.errors", "kvstore.tier", "kvstore.tiers"},
+    "kvstore.tiers": {
+        "kvstore.blocks",
+        "kvstore.clock",
+        "kvstore.config",
+        "kvstore.errors",
+        "kvstore.log",
+        "kvstore.policy",
+        "kvstore.tier",
+        "kvstore.tiers",
+    },
     "kvstore.hierarchy": {
         "kvstore.arena",
         "kvstore.blocks",

@@ -69,6 +69,7 @@ _STATS: dict[str, Any] = {
     "stores": {"stored": 62, "exists": 4},
     "refused": {"pinned": 1},
     "removed": {"evicted": 3, "flushed": 2},
+    "transfers": {"disk_write_written": 62, "queued_bytes": 4096},
     "bytes": {"stored": 62 * _BLOCK_BYTES, "read": 128 * _BLOCK_BYTES},
     "calls": {"Acquire": 20},
     "errors": {"INVALID_ARGUMENT": 1},

@@ -110,6 +110,9 @@ def test_every_setting_can_be_given_in_all_three_ways(tmp_path: Path) -> None:
     token.write_text("0123456789abcdef\n")
     written: dict[str, object] = {
         "cpu_bytes": 10**9,
+        "disk_dir": [str(tmp_path / "disk-0"), str(tmp_path / "disk-1")],
+        "disk_bytes": 10**9,
+        "disk_write_policy": "back",
         "block_size": 16,
         "listen": ["unix:/a", "127.0.0.1:7070"],
         "token_file": str(token),
@@ -125,7 +128,8 @@ def test_every_setting_can_be_given_in_all_three_ways(tmp_path: Path) -> None:
     assert set(written) == set(Settings.model_fields)
     lines = [f"{name} = {value!r}\n" for name, value in written.items()]
     texts = {name: ",".join(value) if isinstance(value, list) else str(value) for name, value in written.items()}
-    as_flags = load({**texts, "listen": tuple(written["listen"])})  # type: ignore[arg-type]
+    several = {name: tuple(value) for name, value in written.items() if isinstance(value, list)}
+    as_flags = load({**texts, **several})
     as_variables = load({}, None, {variable_of(name): text for name, text in texts.items()})
     as_file = load({}, toml_file(tmp_path, "".join(lines)))
     assert as_flags == as_variables == as_file

@@ -74,7 +74,7 @@ def test_names_from_clients_cannot_move_the_cursor_or_set_colours() -> None:
 def test_an_empty_daemon() -> None:
     stats = stats_sample()
     stats["namespaces"], stats["sessions"], stats["tiers"][0]["classes"] = [], [], []
-    for key in ("hits", "misses", "stores", "refused", "removed", "calls", "errors"):
+    for key in ("hits", "misses", "stores", "refused", "removed", "transfers", "calls", "errors"):
         stats[key] = {}
     page = printed(render.stats_view(stats))
     assert "none" in page and "namespaces" not in page

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 
 import hypothesis.strategies as st
@@ -145,7 +146,7 @@ def test_slots_do_not_overlap_whatever_sizes_are_mixed(new_arena: NewArena) -> N
         taken += [(offset, size) for offset in arena.allocate(size, 3)]
     assert len(taken) > 40
     taken.sort()
-    for (offset, size), (following, _) in zip(taken, taken[1:], strict=False):
+    for (offset, size), (following, _) in itertools.pairwise(taken):
         assert offset + size <= following
     assert taken[-1][0] + taken[-1][1] <= arena.size_bytes
 

@@ -12,11 +12,7 @@ from kvstore import errors
 from kvstore.errors import KVStoreError
 from kvstore.wire.convert import ERROR_KEY, STATUS_OF, error_of, pack_offsets, status_of, unpack_offsets
 
-ALL = [
-    class_
-    for _, class_ in inspect.getmembers(errors, inspect.isclass)
-    if issubclass(class_, KVStoreError)
-]
+ALL = [class_ for _, class_ in inspect.getmembers(errors, inspect.isclass) if issubclass(class_, KVStoreError)]
 LEAVES = [class_ for class_ in ALL if not class_.__subclasses__()]
 #: Raised on this side only: no daemon ever answers with them.
 LOCAL = {

@@ -137,6 +137,9 @@ class Engine:
             "VLLM_NO_USAGE_STATS": "1",
             "DO_NOT_TRACK": "1",
             "VLLM_CPU_KVCACHE_SPACE": "1",
+            # Threads that spin at barriers make several engines on few cores crawl.
+            "OMP_WAIT_POLICY": "PASSIVE",
+            "KMP_BLOCKTIME": "0",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if processes else "0",
             **(environment or {}),
         }
