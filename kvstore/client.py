@@ -164,6 +164,8 @@ class Client:
             prefault=prefault,
         )
         self._stub = self._connection.stub
+        # Made here and not where it is used: gRPC crashes the process where a stub is made for a closed channel.
+        self._admin_stub = admin_pb2_grpc.AdminStub(self._connection.channel)
         self._inserter = Inserter(self)
 
     # -- the session -----------------------------------------------------------------------------------------------
@@ -317,14 +319,14 @@ class Client:
 
     def flush(self) -> int:
         """Removes every block of this client's namespace from every tier. Returns how many were there."""
-        admin = admin_pb2_grpc.AdminStub(self._connection.channel)
-        reply, _ = self._connection.ask(lambda at: (admin.Flush, admin_pb2.FlushRequest(namespace=_digest(at))))
+        reply, _ = self._connection.ask(
+            lambda at: (self._admin_stub.Flush, admin_pb2.FlushRequest(namespace=_digest(at)))
+        )
         return int(reply.removed)
 
     def stats(self) -> dict[str, Any]:
         """The daemon's figures; docs/stats.md says what each one means."""
-        admin = admin_pb2_grpc.AdminStub(self._connection.channel)
-        reply, _ = self._connection.ask(lambda at: (admin.Stats, admin_pb2.StatsRequest()))
+        reply, _ = self._connection.ask(lambda at: (self._admin_stub.Stats, admin_pb2.StatsRequest()))
         tree: dict[str, Any] = json.loads(reply.json)
         return tree
 

@@ -164,6 +164,9 @@ class Connection:
         try:
             with client_errors(self.endpoint):
                 return method(request, timeout=self.timeout_s if timeout_s is None else timeout_s)
+        except ValueError:  # of gRPC: closed by another thread between the check and the call
+            self.check_usable()
+            raise
         except UnknownSession as error:
             self._lose(attached)
             raise StaleGeneration("the daemon was restarted, or ended this session: attaching again") from error
@@ -292,13 +295,15 @@ class Connection:
                 if event.HasField("population") and attached.arena is not None:
                     attached.arena.populated_bytes = event.population.populated_bytes
                     self._population.set()
-        except grpc.RpcError:
-            pass  # the daemon has gone, or this client was closed
+        except grpc.RpcError as gone:
+            # The daemon has gone, or this client was closed. gRPC raises the stream itself, which this client keeps:
+            # its traceback would keep this frame, and with it the mapping.
+            gone.with_traceback(None)
         return True
 
     def _settle(self, welcome: engine_pb2.Welcome) -> Attached:
         """Maps the pool and opens the namespace."""
-        arena = None
+        arena = handoff = None
         # A client in a container sees the socket's folder under another name than the daemon: go by its own.
         path = self.endpoint.path + HANDOFF_SUFFIX if self.endpoint.is_unix else welcome.handoff_path
         if path and (self.endpoint.is_unix or (self.endpoint.is_loopback and os.path.exists(path))):
@@ -317,7 +322,13 @@ class Connection:
             arena.on_unmapped(handoff.connection.close)
         namespace, digest = self._namespace, b""
         if namespace is not None:
-            namespace, digest = self._open(welcome.session, namespace, welcome.block_size)
+            try:
+                namespace, digest = self._open(welcome.session, namespace, welcome.block_size)
+            except BaseException:
+                # Nobody has seen the mapping. The error's traceback may keep it for long, and the session with it.
+                if handoff is not None:
+                    handoff.connection.close()
+                raise
         return Attached(
             session=welcome.session,
             generation=welcome.generation,

@@ -159,6 +159,8 @@ class Inserter:
                 array = np.frombuffer(view, dtype=np.uint8) if view.c_contiguous else None
             except (TypeError, ValueError) as error:
                 raise InvalidRequest(f"block {index} is no buffer of plain bytes: {error}") from error
+            if "O" in view.format:  # pointers of this process
+                raise InvalidRequest(f"block {index} is an array of objects: only plain bytes can be stored")
             if array is None:
                 raise InvalidRequest(f"block {index} is not C-contiguous: copy it first")
             if array.nbytes != block_bytes:
@@ -256,4 +258,5 @@ class Inserter:
         counts["stored"] += outcomes.count(1)
         counts["exists"] += outcomes.count(2)
         if lost := outcomes.count(3):
+            self._client.give_up(slots)  # another namespace was opened meanwhile, or the session ended
             raise KVStoreError(f"the daemon does not know {lost} slots that it gave to this session")

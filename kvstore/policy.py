@@ -32,6 +32,11 @@ class Ticker:
     def __init__(self) -> None:
         self.now = 1
 
+    def advance(self, touches: int) -> int:
+        """An age for so many touches, higher than every one before."""
+        self.now += max(1, touches)
+        return self.now
+
 
 class EvictionPolicy(Protocol[N]):
     """Order of eviction among the nodes of one kind. Owned by one thread.
@@ -41,8 +46,12 @@ class EvictionPolicy(Protocol[N]):
     cannot leave now (it is pinned) touches it again when it can.
     """
 
-    def touch(self, chain: Sequence[N]) -> None:
-        """Notes a use of nodes, in prefix order. Unknown ones are added."""
+    def touch(self, chain: Sequence[N], age: int | None = None) -> None:
+        """Notes a use of nodes, in prefix order. Unknown ones are added.
+
+        Args:
+            age: Where a chain is split over several policies: the age of this part, from the common Ticker. None: now.
+        """
 
     def forget(self, node: N) -> None:
         """Takes a node out. Unknown ones are ignored."""
@@ -50,10 +59,8 @@ class EvictionPolicy(Protocol[N]):
     def pop(self) -> N | None:
         """Takes out the node that should leave first; None where there is none."""
 
-    def oldest_tick(self) -> int | None:
-        """About when the node that pop() would give was last touched, by the common Ticker; None where there is
-        none.
-        """
+    def oldest_age(self) -> int | None:
+        """Age by the common Ticker of the node that pop() would give; None where there is none."""
 
     def peek(self, count: int) -> list[N]:
         """About the first `count` nodes that pop() would give."""
@@ -62,8 +69,27 @@ class EvictionPolicy(Protocol[N]):
         """How many nodes it knows."""
 
 
-#: References in one chunk of the log. Ages are compared chunk by chunk.
+#: References in one chunk of the log.
 _CHUNK: Final = 4096
+
+
+class _Chunk(Generic[N]):
+    """A piece of the log: nodes, and when each was touched (the numbers are shared by all nodes of one touch)."""
+
+    __slots__ = ("ages", "nodes")
+
+    def __init__(self) -> None:
+        self.nodes: list[N] = []
+        self.ages: list[int] = []
+
+    def sort_out(self, tick: int) -> int:
+        """Drops what is not current any more, and all but the last reference of a node. Returns how many are left."""
+        last = dict(zip(self.nodes, self.ages, strict=True))  # the last age of each, at the place of the first
+        kept = [node for node in dict.fromkeys(reversed(self.nodes)) if node.tick == tick]
+        kept.reverse()
+        self.nodes = kept
+        self.ages = [last[node] for node in kept]
+        return len(kept)
 
 
 class LruPolicy(Generic[N]):
@@ -79,11 +105,11 @@ class LruPolicy(Generic[N]):
 
     def __init__(self, ticker: Ticker | None = None) -> None:
         self._ticker = ticker or Ticker()
-        self._chunks: OrderedDict[int, list[N]] = OrderedDict()
+        self._chunks: OrderedDict[int, _Chunk[N]] = OrderedDict()
         self._open_tick = 0
-        self._open: list[N] = []
+        self._open: _Chunk[N] = _Chunk()
         #: The oldest chunk once it was sorted out, coldest last; its nodes bear _head_tick.
-        self._head: list[N] = []
+        self._head: _Chunk[N] = _Chunk()
         self._head_tick = 0
         self._nodes = 0
         self._references = 0
@@ -93,21 +119,22 @@ class LruPolicy(Generic[N]):
     def __len__(self) -> int:
         return self._nodes
 
-    def touch(self, chain: Sequence[N]) -> None:
-        now = self._ticker.now
+    def touch(self, chain: Sequence[N], age: int | None = None) -> None:
+        now = self._ticker.advance(len(chain)) if age is None else age
         tick = self._open_tick
-        if not tick or len(self._open) >= _CHUNK or now - tick >= _CHUNK:
-            tick = self._open_tick = now
-            self._open = self._chunks[tick] = []
+        if not tick or len(self._open.nodes) >= _CHUNK:
+            # Ages of parts of one touch may go backwards, and a chunk's number has to be new.
+            tick = self._open_tick = max(now, self._ticker.advance(1))
+            self._open = self._chunks[tick] = _Chunk()
         added = 0
         for node in chain:
             if not node.tick:
                 added += 1
             node.tick = tick
         self._nodes += added
-        self._open.extend(reversed(chain))
+        self._open.nodes.extend(reversed(chain))
+        self._open.ages.extend([now] * len(chain))
         self._references += len(chain)
-        self._ticker.now = now + max(1, len(chain))
         if self._references > 2 * self._nodes + 2 * _CHUNK:
             self._sweep(2 * len(chain))
 
@@ -117,51 +144,43 @@ class LruPolicy(Generic[N]):
             self._nodes -= 1
 
     def pop(self) -> N | None:
-        while self._nodes:
-            head, tick = self._head, self._head_tick
-            while head:
-                node = head.pop()
-                self._references -= 1
-                if node.tick == tick:
-                    node.tick = 0
-                    self._nodes -= 1
-                    return node
-            self._next_head()
-        return None
+        if self.oldest_age() is None:
+            return None
+        self._references -= 1
+        self._head.ages.pop()
+        node = self._head.nodes.pop()
+        node.tick = 0
+        self._nodes -= 1
+        return node
 
-    def oldest_tick(self) -> int | None:
+    def oldest_age(self) -> int | None:
         if not self._nodes:
             return None
         while True:
-            while self._head and self._head[-1].tick != self._head_tick:
-                self._head.pop()
+            nodes, ages = self._head.nodes, self._head.ages
+            while nodes and nodes[-1].tick != self._head_tick:
+                nodes.pop()
+                ages.pop()
                 self._references -= 1
-            if self._head:
-                return self._head_tick
+            if nodes:
+                return ages[-1]
             self._next_head()
 
     def peek(self, count: int) -> list[N]:
-        if self.oldest_tick() is None:
+        if self.oldest_age() is None:
             return []
-        return [node for node in self._head[: -count - 1 : -1] if node.tick == self._head_tick]
+        return [node for node in self._head.nodes[: -count - 1 : -1] if node.tick == self._head_tick]
 
     def _next_head(self) -> None:
         """Sorts out the oldest chunk. Only called while there are nodes, so there is a chunk."""
         tick, chunk = self._chunks.popitem(last=False)
         if tick == self._open_tick:
             self._open_tick = 0
-        self._references -= len(chunk)
-        self._head = self._current(tick, chunk)
-        self._head.reverse()
-        self._head_tick = tick
-        self._references += len(self._head)
-
-    @staticmethod
-    def _current(tick: int, chunk: list[N]) -> list[N]:
-        """The current references of a chunk, one a node (the last), in order."""
-        kept = [node for node in dict.fromkeys(reversed(chunk)) if node.tick == tick]
-        kept.reverse()
-        return kept
+        before_sorting = len(chunk.nodes)
+        self._references += chunk.sort_out(tick) - before_sorting
+        chunk.nodes.reverse()
+        chunk.ages.reverse()
+        self._head, self._head_tick = chunk, tick
 
     def _sweep(self, budget: int) -> None:
         """Sorts out closed chunks in turn, about `budget` references of them, and joins small neighbours."""
@@ -176,15 +195,15 @@ class LruPolicy(Generic[N]):
             chunk = self._chunks.get(tick)
             if chunk is None:
                 continue
-            budget -= len(chunk)
-            kept = self._current(tick, chunk)
-            self._references -= len(chunk) - len(kept)
+            before_sorting = len(chunk.nodes)
+            budget -= before_sorting
+            self._references += chunk.sort_out(tick) - before_sorting
             before = self._chunks.get(self._last_swept)
-            if before is not None and len(before) + len(kept) <= _CHUNK:
-                for node in kept:
+            if before is not None and len(before.nodes) + len(chunk.nodes) <= _CHUNK:
+                for node in chunk.nodes:
                     node.tick = self._last_swept
-                before.extend(kept)
+                before.nodes.extend(chunk.nodes)
+                before.ages.extend(chunk.ages)
                 del self._chunks[tick]
             else:
-                self._chunks[tick] = kept
                 self._last_swept = tick

@@ -184,10 +184,14 @@ class Pool:
             first.policy.touch(chain)
         else:
             by_home: dict[Home, list[Block]] = {}
-            for block in chain:
+            depth: dict[Home, int] = {}
+            for index, block in enumerate(chain):
                 by_home.setdefault(block.home, []).append(block)
+                depth.setdefault(block.home, index)
+            # A part that begins further down the chain counts as older, so that between homes, too, suffixes go first.
+            age = self._ticker.advance(len(chain) + 1)
             for home, several in by_home.items():
-                home.policy.touch(several)
+                home.policy.touch(several, age - depth[home])
 
     def _shrink_share(self, group: Group, needed_bytes: int) -> None:
         """Evicts a group's own blocks, coldest first, until its share has room for so many bytes more."""
@@ -198,7 +202,7 @@ class Pool:
     def _evict_coldest(self, homes: Iterable[Home]) -> bool:
         """Evicts the coldest unpinned block of these homes; False where all are pinned."""
         while True:
-            ages = [(age, home) for home in homes if (age := home.policy.oldest_tick()) is not None]
+            ages = [(age, home) for home in homes if (age := home.policy.oldest_age()) is not None]
             if not ages:
                 return False
             policy = min(ages, key=lambda pair: pair[0])[1].policy
@@ -220,7 +224,7 @@ class Pool:
         all its blocks are young.
         """
         own = self._homes.get(slot_bytes, [])
-        ages = [age for home in own if (age := home.policy.oldest_tick()) is not None]
+        ages = [age for home in own if (age := home.policy.oldest_age()) is not None]
         if len(self.arena.classes) > (slot_bytes in self.arena.classes) and self._move_segment(
             slot_bytes, min(ages) if ages else None
         ):
@@ -244,7 +248,7 @@ class Pool:
             )
 
         others = [home for size, homes in self._homes.items() if size != slot_bytes for home in homes]
-        others.sort(key=lambda home: home.policy.oldest_tick() or 0)
+        others.sort(key=lambda home: home.policy.oldest_age() or 0)
         seeds: dict[Segment, None] = {}
         for home in others:
             for block in home.policy.peek(4 * _STEAL_CANDIDATES):

@@ -1,8 +1,8 @@
 """Hypothesis drives a Hierarchy over real memory against an oracle that may forget.
 
-The machine plays sessions of several engines: they reserve slots and write recognisable bytes into the mapping, commit them,
-read, wait, claim, remove and die, in any order, while the pool is too small for all of it. After each step the books
-must balance and every byte that someone may look at must be what was written under that key. At the end of a run
+The machine plays sessions of several engines: they reserve slots and write recognisable bytes into the mapping, commit
+them, read, wait, claim, remove and die, in any order, while the pool is too small for all of it. After each step the
+books must balance and every byte that someone may look at must be what was written under that key. At the end of a run
 everyone leaves and nothing may be left over.
 
 Use it as it is (``HierarchyMachine.TestCase``), or subclass it with other sizes or rules of your own.

@@ -19,10 +19,11 @@ SLABS_TARGET: Final = 64
 SLAB_BYTES_MAX: Final = 1 << 30
 #: ... but not at more than this many, each holds a descriptor.
 SLABS_MAX: Final = 256
-#: What the index on disk takes for one block at its worst. A record is 181 bytes at most (name 147, value 24, LMDB's
-#: own 10), pages are half full at worst, a commit may rewrite them all beside the old ones: 4 * 181. The rest is for
-#: inner pages and for the two copies of the recency file.
-INDEX_BYTES_PER_BLOCK: Final = 768
+#: What the index on disk takes for one block at its worst, with the two copies of the recency file (16 bytes).
+#: Measured, with all names as long as names can be and a fifth of them replaced in each commit: LMDB leaves pages
+#: partly empty and writes a commit's pages beside the old ones, 1109 bytes; with names of vLLM's length 500
+#: (tests/disk/test_budget.py).
+INDEX_BYTES_PER_BLOCK: Final = 1280
 #: What a slab takes beside its extents: the file system's own blocks.
 SLAB_OVERHEAD_BYTES: Final = 16 << 10
 #: `used` of an extent that was written with zeros and never held a block. Sequences start above it.
@@ -316,7 +317,7 @@ class Books:
 
     def slab_to_steal(self, kind: SlabClass) -> Slab | None:
         """The slab of another class that is colder than anything of this one; None where there is none."""
-        own = kind.policy.oldest_tick()
+        own = kind.policy.oldest_age()
         best: tuple[float, Slab] | None = None
         for other in self.classes.values():
             if other is kind:
@@ -324,7 +325,7 @@ class Books:
             idle = [slab for slab in other.slabs.values() if not slab.count and not slab.in_flight]
             if idle:
                 return idle[0]
-            oldest = other.policy.oldest_tick()
+            oldest = other.policy.oldest_age()
             if oldest is None or (own is not None and oldest >= own) or (best is not None and oldest >= best[0]):
                 continue
             slab = self._coldest_slab(other)

@@ -17,7 +17,8 @@ _OPTIONS: Final[Sequence[tuple[str, Any]]] = (
     ("grpc.max_send_message_length", -1),
     # A daemon that comes back is found again within 2 s, not after gRPC's default of up to 2 minutes.
     ("grpc.initial_reconnect_backoff_ms", 50),
-    ("grpc.min_reconnect_backoff_ms", 50),
+    # Also the least time that an attempt to connect is given: a daemon that is only busy must not count as absent.
+    ("grpc.min_reconnect_backoff_ms", 5_000),
     ("grpc.max_reconnect_backoff_ms", 500),
     # A peer that vanished without a word (host down, cable out) is noticed within 20 s.
     ("grpc.keepalive_time_ms", 10_000),

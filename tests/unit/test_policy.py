@@ -43,7 +43,7 @@ class Oracle:
 def check(policy: LruPolicy[Node], oracle: Oracle, nodes: list[Node]) -> None:
     assert len(policy) == len(oracle.order)
     assert {node for node in nodes if node.tick} == set(oracle.order)
-    assert (policy.oldest_tick() is None) == (not oracle.order)
+    assert (policy.oldest_age() is None) == (not oracle.order)
 
 
 STEP = st.one_of(
@@ -120,7 +120,7 @@ def test_ages_of_several_policies_can_be_compared() -> None:
     early.touch([Node(name) for name in range(10)])
     for _ in range(3):
         late.touch([Node(name) for name in range(4096)])
-    first, second = early.oldest_tick(), late.oldest_tick()
+    first, second = early.oldest_age(), late.oldest_age()
     assert first is not None and second is not None and first < second
     early_nodes = early.peek(100)
     early.touch(early_nodes)
@@ -136,7 +136,7 @@ def test_what_was_forgotten_can_come_back() -> None:
     policy.touch([node])
     policy.forget(node)
     policy.forget(node)
-    assert len(policy) == 0 and policy.oldest_tick() is None and policy.pop() is None
+    assert len(policy) == 0 and policy.oldest_age() is None and policy.pop() is None
     policy.touch([other])
     policy.touch([node])
     assert [policy.pop(), policy.pop()] == [other, node]

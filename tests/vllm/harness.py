@@ -21,8 +21,8 @@ from kvstore.errors import KVStoreError
 
 HERE = Path(__file__).parent
 BLOCK_TOKENS = 64
-#: 8 layers, 4 KV heads of 64, keys and values in two bytes each.
-BLOCK_BYTES = BLOCK_TOKENS * 8 * 4 * 64 * 2 * 2
+#: 8 layers, 4 KV heads of 64, keys and values in four bytes each.
+BLOCK_BYTES = BLOCK_TOKENS * 8 * 4 * 64 * 2 * 4
 OUTPUT_TOKENS = 8
 #: The prompt of the main job.
 LONG_TOKENS = 4000
@@ -52,7 +52,7 @@ def wait_until(what: str, holds: Callable[[], Any], timeout_s: float = 30.0) -> 
 class Daemon:
     """A kvstore daemon on a socket of its own."""
 
-    def __init__(self, folder: Path, cpu_bytes: int = 500_000_000) -> None:
+    def __init__(self, folder: Path, cpu_bytes: int = 1_000_000_000) -> None:
         self.endpoint = f"unix:{folder}/kvstore.sock"
         self.cpu_bytes = cpu_bytes
         self.log = folder / "daemon.log"
@@ -108,7 +108,9 @@ class Engine:
         settings: dict[str, Any] = {
             "model": str(model),
             "enforce_eager": True,
-            "dtype": "bfloat16",
+            # A prompt computed in other steps gives other roundings. In bfloat16 they are large enough to change a
+            # token of a random model now and then, with or without a cache; in float32 equal tokens can be asked for.
+            "dtype": "float32",
             "max_model_len": 4608,
             "max_num_batched_tokens": 8192,
             "block_size": BLOCK_TOKENS,
@@ -123,7 +125,7 @@ class Engine:
                 "kv_role": role,
                 "kv_connector_extra_config": {
                     "block_size": BLOCK_TOKENS,
-                    "cpu_bytes_to_use": 400_000_000,
+                    "cpu_bytes_to_use": 600_000_000,
                     # A busy machine must not turn a hit into a miss.
                     "kvstore.verdict_deadline_s": 10,
                     "kvstore.timeout_s": 10,

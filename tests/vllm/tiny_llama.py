@@ -39,7 +39,7 @@ def write(folder: str) -> None:
         bos_token_id=0,
         eos_token_id=1,
     )
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    LlamaForCausalLM(config).to(torch.float32).save_pretrained(folder)
 
 
 if __name__ == "__main__":
