@@ -4,8 +4,12 @@ The other side is a grpc.aio server in a process of its own, on a Unix socket li
 handler returns a reply of the same size that was made beforehand. Its caller builds and sends the same request and reads
 the reply's fields, as every gRPC client must.
 
-The directory holds a million blocks, and each call asks for a run of other keys, spread over it at random and spelled anew,
-so that neither the daemon's caches nor the interpreter's know them: what an engine asks for is like that. All keys are
+The directory holds a million blocks, in conversations of 2,048 blocks that lie in the daemon's memory in one of three ways:
+    whole       stored at once
+    turns       stored 16 blocks at a time, other conversations in between, as engines with many users do
+    scattered   stored one by one, each between 255 of others: the worst there is, each key a miss of the processor's caches
+Each call asks for another conversation, and spells its keys anew, so that nothing of it is known from the call before.
+All keys are
 there. The lease is released after each call, outside the time; what that costs has rows of its own, since the daemon
 notes the use of blocks there and not at the hit.
 """
@@ -27,6 +31,7 @@ import grpc
 import numpy as np
 
 import kvstore
+from bench.directory import key_of, pool_bytes_for
 from bench.harness import Report, running_daemon, seconds
 from kvstore.config import Limits
 from kvstore.endpoint import parse_endpoint
@@ -34,8 +39,10 @@ from kvstore.wire.channel import open_channel
 from kvstore.wire.v1 import engine_pb2, engine_pb2_grpc
 
 _BLOCK_BYTES: Final = 4096
-_KEY_BYTES: Final = 32
-_FILL_BATCH: Final = 4096
+_CHAIN_KEYS: Final = 2048
+_COMMIT_KEYS: Final = 256
+#: How many blocks of a conversation lie side by side, by layout.
+_LAYOUTS: Final = {"whole": 256, "turns": 16, "scattered": 1}
 #: Goals: acquire costs at most so many times the empty call, by keys.
 _GOALS: Final = {256: 1.5, 2048: 2.5}
 
@@ -55,7 +62,9 @@ class _Empty(engine_pb2_grpc.EngineServicer):
 
 
 def _reply(count: int) -> engine_pb2.AcquireReply:
-    grant = engine_pb2.Grant(lease=1 << 20, ready=count, offsets=bytes(range(8)) * count, epochs=bytes(range(4)) * count)
+    grant = engine_pb2.Grant(
+        lease=1 << 20, ready=count, offsets=bytes(range(8)) * count, epochs=bytes(range(4)) * count
+    )
     return engine_pb2.AcquireReply(generation=bytes(8), grants=[grant])
 
 
@@ -89,26 +98,24 @@ def empty_server(counts: Sequence[int]) -> Iterator[grpc.Channel]:
         process.join(20)
 
 
-def fill(client: kvstore.Client, blocks: int, seed: int) -> list[bytes]:
-    """Stores blocks of whatever the pool holds, in chains of 256; returns their keys, spread over memory at random."""
-    chance = random.Random(seed)
-    for _ in range(blocks // _FILL_BATCH):
-        keys = [chance.randbytes(_KEY_BYTES) for _ in range(_FILL_BATCH)]
-        slots = client.reserve(_FILL_BATCH)
-        assert len(slots.offsets) == _FILL_BATCH, slots.shortfall
-        for start in range(0, _FILL_BATCH, 256):
-            outcomes = client.commit(slots.generation, slots.offsets[start : start + 256], keys[start : start + 256])
-            assert (outcomes == 1).all()
-    chance.seed(seed)
-    keys = [chance.randbytes(_KEY_BYTES) for _ in range(blocks // _FILL_BATCH * _FILL_BATCH)]
-    chance.shuffle(keys)
-    return keys
+def fill(client: kvstore.Client, first: int, chains: int, piece: int) -> None:
+    """Stores conversations, `piece` blocks of each side by side. What the blocks hold does not matter here."""
+    chance = random.Random(first)
+    side_by_side = min(chains, _COMMIT_KEYS // piece)
+    for start in range(first, first + chains, side_by_side):
+        group = list(range(start, min(start + side_by_side, first + chains)))
+        for index in range(0, _CHAIN_KEYS, piece):
+            chance.shuffle(group)
+            keys = [key_of(chain, index + position) for chain in group for position in range(piece)]
+            slots = client.reserve(len(keys))
+            assert slots.shortfall is None, slots.shortfall
+            assert (client.commit(slots.generation, slots.offsets, keys) == 1).all()
 
 
 def measure(
-    client: kvstore.Client, channel: grpc.Channel, keys: Sequence[bytes], count: int, calls: int, report: Report
+    client: kvstore.Client, channel: grpc.Channel, layout: str, chains: range, count: int, calls: int, report: Report
 ) -> None:
-    """Acquire and Release of `count` keys against the empty call, in turn."""
+    """Acquire and Release of `count` keys of some conversation against the empty call, in turn."""
     stub: Any = engine_pb2_grpc.EngineStub(channel)
     session, digest = bytes(16), bytes(16)
     times: dict[str, list[float]] = {"acquire": [], "empty": [], "release": [], "empty release": []}
@@ -143,21 +150,31 @@ def measure(
     sides: list[Callable[[list[bytes]], None]] = [acquire_and_release, empties]
     warm = 20
     for _ in range(calls + warm):
-        start = chance.randrange(len(keys) - count + 1)
+        chain = chance.choice(chains)
         chance.shuffle(sides)
         for side in sides:
-            side([bytes(bytearray(key)) for key in keys[start : start + count]])
+            side([key_of(chain, index) for index in range(count)])
     for name, against in (("acquire", "empty"), ("release", "empty release")):
         own, plain = (statistics.median(times[which][warm:]) for which in (name, against))
         ratio = own / plain
-        wanted = _GOALS.get(count) if name == "acquire" else None
-        goal = report.goal(f"{name} of {count}", ratio, at_most=wanted) if wanted else ""
+        wanted = _GOALS[count] if name == "acquire" else None
+        goal = report.goal(f"{name} of {count} keys, {layout}", ratio, at_most=wanted) if wanted else ""
         tail = float(np.percentile(times[name][warm:], 99))
         report.rows.append(
-            (f"{name}, {count} keys", f"{own * 1e6:.0f} us", f"{plain * 1e6:.0f} us", f"{ratio:.2f}", goal, f"{tail * 1e6:.0f} us")
+            (
+                f"{name} of {count} keys, {layout}",
+                f"{own * 1e6:.0f} us",
+                f"{plain * 1e6:.0f} us",
+                f"{ratio:.2f}",
+                goal,
+                f"{tail * 1e6:.0f} us",
+            )
         )
-        report.figures[f"{name}_{count}"] = round(ratio, 3)
-        report.figures[f"{name}_{count}_us"] = [round(own * 1e6), round(plain * 1e6)]
+        report.figures[f"{name}_{count}_{layout}"] = {
+            "ratio": round(ratio, 3),
+            "us": round(own * 1e6),
+            "empty_us": round(plain * 1e6),
+        }
 
 
 @click.command()
@@ -165,19 +182,23 @@ def measure(
 @click.option("--blocks", default=1_000_000, help="Blocks in the directory.")
 def main(smoke: bool, blocks: int) -> None:
     """Acquire against an empty gRPC call."""
-    blocks = 8192 if smoke else blocks
-    calls = 20 if smoke else 400
+    chains = 3 if smoke else max(1, blocks // len(_LAYOUTS) // _CHAIN_KEYS)
+    calls = 20 if smoke else 300
     report = Report("acquire", ("what", "kvstore p50", "empty call p50", "ratio", "goal", "kvstore p99"))
     namespace = kvstore.Namespace(model="bench", dtype="bfloat16", block_size=64, block_bytes=_BLOCK_BYTES)
-    with running_daemon(int(blocks * (_BLOCK_BYTES + 500) * 1.02) + (64 << 20)) as daemon, empty_server(
-        list(_GOALS)
-    ) as channel, kvstore.connect(daemon.endpoint, namespace, timeout_s=30.0, prefault=False) as client:
-        before = daemon.heap_bytes()
-        keys = fill(client, blocks, seed=1)
-        report.figures["heap_bytes_per_block"] = round((daemon.heap_bytes() - before) / len(keys))
+    with (
+        running_daemon(pool_bytes_for(chains * len(_LAYOUTS) * _CHAIN_KEYS)) as daemon,
+        empty_server(list(_GOALS)) as channel,
+        kvstore.connect(daemon.endpoint, namespace, timeout_s=30.0, prefault=False) as client,
+    ):
+        numbers = {layout: range(start * chains, (start + 1) * chains) for start, layout in enumerate(_LAYOUTS)}
+        for layout, piece in _LAYOUTS.items():
+            fill(client, numbers[layout][0], chains, piece)
+        stored = int(client.stats()["tiers"][0]["blocks"])
         for count in _GOALS:
-            measure(client, channel, keys, count, calls, report)
-    report.show({"blocks": len(keys)})
+            for layout in _LAYOUTS:
+                measure(client, channel, layout, numbers[layout], count, calls, report)
+    report.show({"blocks": stored})
 
 
 if __name__ == "__main__":

@@ -157,15 +157,30 @@ def measure_books(blocks: int, report: Report) -> float:
         count = sizes.get(name, _COMMIT_KEYS)
         median = statistics.median(times)
         rate = count / median / 1e6 if median else float("inf")
-        report.rows.append((f"{name}, {count} blocks a step", f"{median * 1e3:.2f} ms", f"{max(times) * 1e3:.1f} ms", f"{rate:.2f} M/s", ""))
+        report.rows.append(
+            (
+                f"{name}, {count} blocks a step",
+                f"{median * 1e3:.2f} ms",
+                f"{max(times) * 1e3:.1f} ms",
+                f"{rate:.2f} M/s",
+                "",
+            )
+        )
         report.figures[name.replace(", ", "_").replace(" ", "_")] = {
             "p50_ms": round(median * 1e3, 3),
             "max_ms": round(max(times) * 1e3, 2),
             "blocks": count,
         }
-    report.rows.append((f"garbage collector, runs {collections.counts}", "", f"{collections.longest_s * 1e3:.1f} ms", "", ""))
+    report.rows.append(
+        (f"garbage collector, runs {collections.counts}", "", f"{collections.longest_s * 1e3:.1f} ms", "", "")
+    )
     longest = max(max(times) for times in steps.seconds.values())
-    for name, value in (("memory", grown), ("memory after churn", after), ("memory at the peak", peak), ("as told by the interpreter", told)):
+    for name, value in (
+        ("memory", grown),
+        ("memory after churn", after),
+        ("memory at the peak", peak),
+        ("as told by the interpreter", told),
+    ):
         goal = report.goal(f"{name} a block", value, at_most=BOOKKEEPING_BYTES) if name != "memory at the peak" else ""
         report.rows.append((f"books: {name}, {stored} blocks", f"{value:.0f} B a block", "", "", goal))
     report.figures |= {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterator
 from types import TracebackType
 from typing import Any, Self
 
@@ -109,6 +110,20 @@ class AdminClient:
         with client_errors(self.endpoint):
             reply = self._stub.Flush(request, timeout=self._timeout_s)
         return int(reply.removed)
+
+    def prefetch(self, digest: bytes | None, max_bytes: int = 0) -> Iterator[tuple[int, int]]:
+        """Brings blocks of a namespace, or with None of all, from the tiers below into the free part of the pool.
+
+        Args:
+            max_bytes: Of blocks; 0: as much as is free.
+
+        Yields:
+            Blocks and bytes so far. The work goes on as long as this is read; it has no deadline.
+        """
+        request = admin_pb2.PrefetchRequest(namespace=_digest(digest), max_bytes=max_bytes)
+        with client_errors(self.endpoint):
+            for event in self._stub.Prefetch(request):
+                yield event.blocks, event.bytes
 
     def evict(self, free_bytes: int) -> tuple[int, int]:
         """Evicts the coldest unpinned blocks until so many bytes are free. Blocks evicted, and bytes free now."""

@@ -6,6 +6,7 @@ Start-up time is part of the promise of `serve` and of every script that calls `
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import functools
 import importlib
@@ -13,7 +14,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import click
@@ -67,7 +68,11 @@ _CODES: Final[tuple[tuple[type[errors.KVStoreError], ExitCode], ...]] = (
 class _Group(click.Group):
     """Loads the commands that need pydantic only when one of them is asked for."""
 
-    LAZY: Final[Mapping[str, str]] = {"serve": "kvstore.cli_serve", "config": "kvstore.cli_serve"}
+    LAZY: Final[Mapping[str, str]] = {
+        "serve": "kvstore.cli_serve",
+        "config": "kvstore.cli_serve",
+        "verify": "kvstore.cli_verify",
+    }
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted([*super().list_commands(ctx), *self.LAZY])
@@ -300,6 +305,46 @@ def evict(client: AdminClient, free: str) -> None:
     if free_bytes < wanted:
         click.echo("kvstore: the rest is pinned or reserved, or the pool is smaller: see `kvstore sessions`", err=True)
         raise SystemExit(ExitCode.FAILED)
+
+
+@kvstore.command()
+@click.argument("namespace", required=False)
+@click.option("--all", "everything", is_flag=True, help="Prefetch every namespace.")
+@click.option("--max", "max_size", metavar="SIZE", help="Most bytes to bring: 1GB, 1GiB, 1e9. Default: what is free.")
+@client_command
+def prefetch(client: AdminClient, namespace: str | None, everything: bool, max_size: str | None) -> None:
+    """Bring blocks of NAMESPACE (the first digits of its digest) from disk into the free part of the pool.
+
+    Nothing is evicted for them. Prints how many came.
+    """
+    from kvstore.config import parse_bytes
+
+    if (namespace is None) == (not everything):
+        raise click.UsageError("name a NAMESPACE (`kvstore stats` lists them) or say --all")
+    tree = client.stats()
+    digest = None if namespace is None else _resolve(tree, namespace)
+    limit = parse_bytes(max_size, "--max") if max_size else 0
+    total = limit or int(tree["tiers"][0]["free_bytes"])
+    came = (0, 0)
+    with progress_bar("prefetching") as advance:
+        for came in client.prefetch(digest, limit):
+            advance(came[1], total)
+    click.echo(f"brought {came[0]} blocks, {came[1]} bytes")
+
+
+@contextlib.contextmanager
+def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar on a terminal, nothing in a pipe. Gives what to call with the bytes so far and in all."""
+    if not sys.stderr.isatty():
+        yield lambda done, total: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn(what), BarColumn(), DownloadColumn(binary_units=True), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("", total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
 
 
 @kvstore.command()

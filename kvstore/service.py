@@ -20,6 +20,7 @@ from kvstore.errors import AccessDenied, InvalidRequest, KVStoreError, LimitExce
 from kvstore.hierarchy import Hierarchy
 from kvstore.leases import Lease, Session
 from kvstore.pool import Shortfall
+from kvstore.prefetch import prefetch
 from kvstore.wire.convert import ERROR_KEY, TOKEN_KEY, status_of, unpack_offsets
 from kvstore.wire.v1 import admin_pb2, admin_pb2_grpc, engine_pb2, engine_pb2_grpc
 
@@ -366,6 +367,19 @@ class AdminService(_Servicer, admin_pb2_grpc.AdminServicer):
     @_method
     async def Flush(self, request: admin_pb2.FlushRequest, context: Any) -> Any:
         return admin_pb2.FlushReply(removed=await self._hierarchy.flush_everywhere(_digest(request.namespace)))
+
+    async def Prefetch(
+        self, request: admin_pb2.PrefetchRequest, context: Any
+    ) -> AsyncIterator[admin_pb2.PrefetchEvent]:
+        self.gate.calls["Prefetch"] += 1
+        blocks = size = 0
+        try:
+            self.gate.check(context)
+            async for blocks, size in prefetch(self._hierarchy, _digest(request.namespace), request.max_bytes):
+                yield admin_pb2.PrefetchEvent(blocks=blocks, bytes=size)
+        except KVStoreError as error:
+            await self.gate.refuse(context, error)
+        yield admin_pb2.PrefetchEvent(blocks=blocks, bytes=size, done=True)
 
     @_method
     async def Evict(self, request: admin_pb2.EvictRequest, context: Any) -> Any:

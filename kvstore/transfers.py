@@ -211,12 +211,15 @@ class Transfers:
         """How many of these keys, from the first on, are in a tier or on their way up."""
         return self._run(keyspace, keys, await self._sources(keyspace, keys))
 
-    async def promote(self, group: Group, keyspace: Keyspace, keys: Sequence[bytes], parent: bytes | None) -> int:
+    async def promote(
+        self, group: Group, keyspace: Keyspace, keys: Sequence[bytes], parent: bytes | None, *, chained: bool = True
+    ) -> int:
         """Brings keys up that are not in the pool. Returns how many of them, from the first on, are on their way.
 
         Args:
             group: Whose share the blocks are counted in.
             parent: The key before keys[0], if any.
+            chained: Whether each key continues the one before it.
         """
         sources = await self._sources(keyspace, keys)
         # The tiers may have taken their time: keys were committed, and other callers began to bring them up.
@@ -240,7 +243,8 @@ class Transfers:
         for index, offset in zip(wanted, taken.offsets if taken else (), strict=False):
             source = sources[index]
             assert source is not None
-            promotion = Promotion(keys[index], keyspace, offset, keys[index - 1] if index else parent, group)
+            before = (keys[index - 1] if index else parent) if chained else None
+            promotion = Promotion(keys[index], keyspace, offset, before, group)
             keyspace.coming[keys[index]] = promotion
             self.filling[offset] = promotion
             self._coming_bytes += slot_bytes
@@ -375,6 +379,16 @@ class Transfers:
         return not self._queue and not self._tasks
 
     @property
+    def coming_bytes(self) -> int:
+        """Bytes of slots that are being filled from below."""
+        return self._coming_bytes
+
+    async def wait_for_some(self) -> None:
+        """Until something that is under way has ended."""
+        if self._tasks:
+            await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
+
+    @property
     def queued_bytes(self) -> int:
         """Bytes that wait for copy-down or are being copied."""
         return self._queued_bytes
@@ -394,8 +408,7 @@ class Transfers:
                             break
                         left.popleft()
                     self._start_writing()
-                    if self._tasks:
-                        await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
+                    await self.wait_for_some()
         except TimeoutError:
             return False
         return True

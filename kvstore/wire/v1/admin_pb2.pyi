@@ -76,6 +76,24 @@ class FlushReply(_message.Message):
     removed: int
     def __init__(self, removed: _Optional[int] = ...) -> None: ...
 
+class PrefetchRequest(_message.Message):
+    __slots__ = ("namespace", "max_bytes")
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    MAX_BYTES_FIELD_NUMBER: _ClassVar[int]
+    namespace: bytes
+    max_bytes: int
+    def __init__(self, namespace: _Optional[bytes] = ..., max_bytes: _Optional[int] = ...) -> None: ...
+
+class PrefetchEvent(_message.Message):
+    __slots__ = ("blocks", "bytes", "done")
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    DONE_FIELD_NUMBER: _ClassVar[int]
+    blocks: int
+    bytes: int
+    done: bool
+    def __init__(self, blocks: _Optional[int] = ..., bytes: _Optional[int] = ..., done: _Optional[bool] = ...) -> None: ...
+
 class EvictRequest(_message.Message):
     __slots__ = ("free_bytes",)
     FREE_BYTES_FIELD_NUMBER: _ClassVar[int]

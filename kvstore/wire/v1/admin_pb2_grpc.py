@@ -59,6 +59,11 @@ class AdminStub:
                 request_serializer=kvstore_dot_wire_dot_v1_dot_admin__pb2.EvictRequest.SerializeToString,
                 response_deserializer=kvstore_dot_wire_dot_v1_dot_admin__pb2.EvictReply.FromString,
                 _registered_method=True)
+        self.Prefetch = channel.unary_stream(
+                '/kvstore.v1.Admin/Prefetch',
+                request_serializer=kvstore_dot_wire_dot_v1_dot_admin__pb2.PrefetchRequest.SerializeToString,
+                response_deserializer=kvstore_dot_wire_dot_v1_dot_admin__pb2.PrefetchEvent.FromString,
+                _registered_method=True)
 
 
 class AdminServicer:
@@ -97,6 +102,14 @@ class AdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Prefetch(self, request, context):
+        """Brings blocks of the tiers below into the free part of the pool; nothing is evicted for them. One event now and then,
+        and a last one with done. Ending the call ends the work.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -124,6 +137,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Evict,
                     request_deserializer=kvstore_dot_wire_dot_v1_dot_admin__pb2.EvictRequest.FromString,
                     response_serializer=kvstore_dot_wire_dot_v1_dot_admin__pb2.EvictReply.SerializeToString,
+            ),
+            'Prefetch': grpc.unary_stream_rpc_method_handler(
+                    servicer.Prefetch,
+                    request_deserializer=kvstore_dot_wire_dot_v1_dot_admin__pb2.PrefetchRequest.FromString,
+                    response_serializer=kvstore_dot_wire_dot_v1_dot_admin__pb2.PrefetchEvent.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -261,6 +279,33 @@ class Admin:
             '/kvstore.v1.Admin/Evict',
             kvstore_dot_wire_dot_v1_dot_admin__pb2.EvictRequest.SerializeToString,
             kvstore_dot_wire_dot_v1_dot_admin__pb2.EvictReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Prefetch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/kvstore.v1.Admin/Prefetch',
+            kvstore_dot_wire_dot_v1_dot_admin__pb2.PrefetchRequest.SerializeToString,
+            kvstore_dot_wire_dot_v1_dot_admin__pb2.PrefetchEvent.FromString,
             options,
             channel_credentials,
             insecure,
