@@ -84,6 +84,8 @@ class Connection:
         self.patient = patient
         self._pid = os.getpid()
         self._request_ids = itertools.count(1)
+        #: Calls whose answer nobody waits for. gRPC cancels those that nobody refers to.
+        self._posted: set[Any] = set()
         self._request = request
         self._namespace = namespace
         self._prefault_wanted = prefault
@@ -174,6 +176,18 @@ class Connection:
             if request_id := getattr(request, "request_id", 0):
                 self.forget(request_id, attached)
             raise
+
+    def post(self, method: Any, request: Any) -> None:
+        """One call within a session that nobody waits for: later calls of this thread find it done, or under way before
+        them. What goes wrong with it is not told.
+        """
+        self.check_usable()
+        try:
+            call = method.future(request, timeout=self.timeout_s)
+        except ValueError:  # of gRPC: closed by another thread between the check and the call
+            return
+        self._posted.add(call)
+        call.add_done_callback(self._posted.discard)
 
     def next_request_id(self) -> int:
         """A number for a call that takes something, see proto/kvstore/v1/engine.proto."""

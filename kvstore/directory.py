@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import enum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvstore.arena import Segment, slot_bytes_for
 from kvstore.policy import LruPolicy, Ticker
 from kvstore.tier import tier_key
-
-if TYPE_CHECKING:
-    from kvstore.leases import Group
 
 
 class BlockState(enum.Enum):
@@ -56,6 +53,23 @@ class Block:
         return self.keyspace.prefix + self.key
 
 
+class Share:
+    """Whose blocks are counted together, and how much of the pool they may take.
+
+    Attributes:
+        name: For people.
+        share_bytes: Most slot bytes that may be stored or reserved; 0: no limit but the pool.
+        used_bytes: Slot bytes that are stored or reserved now.
+    """
+
+    __slots__ = ("name", "share_bytes", "used_bytes")
+
+    def __init__(self, name: str, share_bytes: int) -> None:
+        self.name = name
+        self.share_bytes = share_bytes
+        self.used_bytes = 0
+
+
 class Home:
     """The blocks of one slot size that one group stored: the unit in which recency is kept.
 
@@ -65,7 +79,7 @@ class Home:
 
     __slots__ = ("blocks", "group", "policy", "slot_bytes")
 
-    def __init__(self, group: Group, slot_bytes: int, ticker: Ticker) -> None:
+    def __init__(self, group: Share, slot_bytes: int, ticker: Ticker) -> None:
         self.group = group
         self.slot_bytes = slot_bytes
         self.policy: LruPolicy[Block] = LruPolicy(ticker)
@@ -116,7 +130,7 @@ class Promotion:
 
     __slots__ = ("cancelled", "group", "key", "keyspace", "offset", "parent")
 
-    def __init__(self, key: bytes, keyspace: Keyspace, offset: int, parent: bytes | None, group: Group) -> None:
+    def __init__(self, key: bytes, keyspace: Keyspace, offset: int, parent: bytes | None, group: Share) -> None:
         self.key = key
         self.keyspace = keyspace
         self.offset = offset

@@ -11,33 +11,28 @@ from typing import Final
 
 from kvstore.blocks import SESSION_ID_BYTES
 from kvstore.clock import Clock
-from kvstore.directory import Block, Keyspace
+from kvstore.directory import Block, Keyspace, Share
 from kvstore.errors import InvalidRequest, UnknownSession
 
 #: Forgotten requests that a session remembers, in case one arrives after it was forgotten. They arrive within seconds.
 _FORGOTTEN_MAX: Final = 256
 
 
-class Group:
+class Group(Share):
     """The sessions of one engine, and its share of the pool.
 
     A member that ended may have left a copy under way in another member (a scheduler names slots, a worker fills them),
     so what it held stays held until the last member has ended.
 
     Attributes:
-        name: What its members call it.
-        share_bytes: Most slot bytes that it may have stored or reserved; 0: no limit but the pool.
-        used_bytes: Slot bytes that it has stored or reserved now.
         members: Sessions that have not ended.
         lingering: Sessions that ended before the last member did.
     """
 
-    __slots__ = ("lingering", "members", "name", "share_bytes", "used_bytes")
+    __slots__ = ("lingering", "members")
 
     def __init__(self, name: str, share_bytes: int) -> None:
-        self.name = name
-        self.share_bytes = share_bytes
-        self.used_bytes = 0
+        super().__init__(name, share_bytes)
         self.members: dict[bytes, Session] = {}
         self.lingering: list[Session] = []
 

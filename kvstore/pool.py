@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
 from kvstore.arena import GRANULE_BYTES, Arena, Segment
-from kvstore.directory import Block, BlockState, Home, Keyspace
-from kvstore.leases import Group
+from kvstore.directory import Block, BlockState, Home, Keyspace, Share
 from kvstore.policy import Ticker
 
 #: Segments that are looked at when one has to change its size.
@@ -71,7 +70,7 @@ class Pool:
 
     # -- slots -----------------------------------------------------------------------------------------------------
 
-    def take(self, group: Group, slot_bytes: int, count: int) -> Reserved:
+    def take(self, group: Share, slot_bytes: int, count: int) -> Reserved:
         """Takes up to `count` empty slots, counted in the group's share; colder blocks leave for them."""
         shortfall: Shortfall | None = None
         allowed = count
@@ -94,13 +93,13 @@ class Pool:
         group.used_bytes += len(taken) * slot_bytes
         return Reserved(taken, shortfall)
 
-    def give_back(self, group: Group, offset: int) -> None:
+    def give_back(self, group: Share, offset: int) -> None:
         """Takes an empty slot back."""
         segment = self.arena.segment_of(offset)
         group.used_bytes -= segment.slot_bytes
         self.arena.free(offset, segment, reserved=True)
 
-    def place(self, key: bytes, keyspace: Keyspace, offset: int, parent: Block | None, group: Group) -> Block:
+    def place(self, key: bytes, keyspace: Keyspace, offset: int, parent: Block | None, group: Share) -> Block:
         """Turns a taken slot into a block that answers."""
         home = self._home(group, keyspace.slot_bytes)
         block = Block(key, keyspace, offset, parent, home)
@@ -154,7 +153,7 @@ class Pool:
 
     # -- who leaves ------------------------------------------------------------------------------------------------
 
-    def _home(self, group: Group, slot_bytes: int) -> Home:
+    def _home(self, group: Share, slot_bytes: int) -> Home:
         homes = self._homes.setdefault(slot_bytes, [])
         for home in homes:
             if home.group is group:
@@ -193,7 +192,7 @@ class Pool:
             for home, several in by_home.items():
                 home.policy.touch(several, age - depth[home])
 
-    def _shrink_share(self, group: Group, needed_bytes: int) -> None:
+    def _shrink_share(self, group: Share, needed_bytes: int) -> None:
         """Evicts a group's own blocks, coldest first, until its share has room for so many bytes more."""
         while group.used_bytes + needed_bytes > group.share_bytes:
             if not self._evict_coldest([home for home in self.homes() if home.group is group]):

@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator
 from typing import Final
 
 from kvstore.blocks import DIGEST_BYTES
+from kvstore.directory import Share
 from kvstore.hierarchy import Hierarchy
-from kvstore.leases import Group
 from kvstore.tier import KEY_PREFIX_BYTES
 
 #: Bytes that are under way at once: enough to keep a disk busy, and little against a pool.
@@ -28,7 +28,7 @@ async def prefetch(hierarchy: Hierarchy, digest: bytes | None, max_bytes: int) -
     """
     if digest is not None:
         hierarchy.keyspace(digest, 0)
-    group = Group("kvstore prefetch", 0)
+    group = Share("kvstore prefetch", 0)
     blocks = size = 0
     for tier in hierarchy.transfers.tiers:
         for name, block_bytes in tier.scan(digest):

@@ -22,8 +22,7 @@ from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from typing import Final
 
 from kvstore.clock import Clock
-from kvstore.directory import Block, BlockState, Keyspace, Promotion
-from kvstore.leases import Group
+from kvstore.directory import Block, BlockState, Keyspace, Promotion, Share
 from kvstore.pool import Pool
 from kvstore.tier import ReadOutcome, Tier, TierState, WriteOutcome
 
@@ -212,7 +211,7 @@ class Transfers:
         return self._run(keyspace, keys, await self._sources(keyspace, keys))
 
     async def promote(
-        self, group: Group, keyspace: Keyspace, keys: Sequence[bytes], parent: bytes | None, *, chained: bool = True
+        self, group: Share, keyspace: Keyspace, keys: Sequence[bytes], parent: bytes | None, *, chained: bool = True
     ) -> int:
         """Brings keys up that are not in the pool. Returns how many of them, from the first on, are on their way.
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections import Counter
 
 from kvstore.arena import GRANULE_BYTES, Arena, Segment
-from kvstore.directory import Block, BlockState, Home, Keyspace
+from kvstore.directory import Block, BlockState, Home, Keyspace, Share
 from kvstore.hierarchy import Hierarchy
-from kvstore.leases import Group
 
 
 def check_invariants(hierarchy: Hierarchy) -> None:
@@ -171,7 +170,7 @@ def _check_sums(hierarchy: Hierarchy, blocks: list[Block]) -> None:
     used = sum(block.keyspace.slot_bytes for block in blocks)
     assert pool.used_bytes == used, f"used_bytes is {pool.used_bytes}, blocks take {used}"
     in_home: Counter[Home] = Counter(block.home for block in blocks)
-    of_group: Counter[Group] = Counter()
+    of_group: Counter[Share] = Counter()
     homes = pool.homes()
     for home in homes:
         count = in_home.pop(home, 0)

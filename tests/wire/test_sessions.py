@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 from kvstore.endpoint import parse_endpoint
 from kvstore.errors import LimitExceeded
+from kvstore.handoff import SUFFIX
 from kvstore.wire.channel import open_channel
 from kvstore.wire.convert import error_of
 from kvstore.wire.v1 import engine_pb2, engine_pb2_grpc
@@ -115,10 +117,6 @@ def test_the_number_of_sessions_has_a_ceiling_that_is_named(daemon: Daemon) -> N
 
 
 def test_a_connection_that_says_nothing_to_the_mapping_socket_is_dropped(daemon: Daemon) -> None:
-    import socket
-
-    from kvstore.handoff import SUFFIX
-
     before = daemon.open_files()
     idle = [socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) for _ in range(50)]
     for connection in idle:

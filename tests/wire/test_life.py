@@ -1,0 +1,361 @@
+"""Start, drain, stop, kill, and start again; and who may come in."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import stat
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import kvstore
+from kvstore.admin import AdminClient
+from kvstore.errors import AccessDenied, DaemonUnavailable, KVStoreError, NoMapping, RetryLater, StaleGeneration
+from kvstore.testing import make_block
+from tests.support import PATIENCE_S, Daemon, child, clean_environ, eventually, line_of, running_daemon
+from tests.wire.conftest import NAMESPACE
+
+SIZE = NAMESPACE.block_bytes
+#: The client's promise: back within 2 s of the daemon's return.
+BACK_S = 2.0
+
+
+@pytest.fixture
+def daemon() -> Iterator[Daemon]:
+    with running_daemon() as daemon:
+        yield daemon
+
+
+def put(client: kvstore.Client, *names: bytes) -> None:
+    result = client.insert(names, [make_block(name, SIZE) for name in names]).wait(PATIENCE_S)
+    assert result.stored == len(names), result
+
+
+# -- start ---------------------------------------------------------------------------------------------------------
+
+
+def test_it_serves_before_its_pool_is_populated() -> None:
+    """An order, not a time: with one thread and gigabytes of pool the first answer comes while most of it is missing."""
+    with running_daemon("--populate-threads", "1", "--hugepages", "off", cpu_bytes="3GiB") as daemon:
+        with daemon.connect(NAMESPACE) as client:
+            first = daemon.stats()["tiers"][0]
+            assert first["state"] == "populating" and first["populated_bytes"] < first["capacity_bytes"]
+            put(client, b"a")
+            assert client.lookup([b"a"]) == 1
+            assert daemon.stats()["tiers"][0]["state"] == "populating"
+
+
+def test_only_its_user_gets_in(daemon: Daemon) -> None:
+    assert stat.S_IMODE(daemon.socket.parent.stat().st_mode) == 0o700
+    for suffix in ("", ".map"):
+        mode = Path(f"{daemon.socket}{suffix}").stat().st_mode
+        assert stat.S_ISSOCK(mode) and stat.S_IMODE(mode) == 0o600
+
+
+def test_a_second_daemon_on_the_same_socket_ends_and_names_the_first(daemon: Daemon) -> None:
+    assert daemon.process is not None
+    second = subprocess.run(
+        [sys.executable, "-m", "kvstore", "serve", "--cpu-bytes", "64MiB", "--listen", daemon.endpoint],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        env=clean_environ(),
+    )
+    assert second.returncode == 6 and f"pid {daemon.process.pid}" in second.stderr
+    with daemon.connect(NAMESPACE) as client:
+        put(client, b"a")
+
+
+def test_a_second_daemon_on_the_same_port_ends_and_names_the_first() -> None:
+    with running_daemon("--listen", "127.0.0.1:0") as daemon, tempfile.TemporaryDirectory(prefix="kv") as folder:
+        assert daemon.process is not None
+        tcp = daemon.stats()["listen"][1]
+        other = Daemon(Path(folder), "--listen", tcp)
+        other.spawn()
+        assert other.wait() == 6 and f"pid {daemon.process.pid}" in other.log.read_text()
+
+
+# -- stop ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_stop_leaves_nothing_behind(daemon: Daemon) -> None:
+    assert daemon.stop() == 0
+    assert list(daemon.socket.parent.iterdir()) == []
+
+
+@pytest.mark.parametrize("what", ["lease", "reservation"])
+def test_a_stop_waits_for_what_is_held(daemon: Daemon, what: str) -> None:
+    with daemon.connect(NAMESPACE) as client:
+        put(client, b"a")
+        if what == "lease":
+            (lease,) = client.acquire([(0, [b"a"])])
+        else:
+            slots = client.reserve(1)
+        daemon.signal(signal.SIGTERM)
+        eventually(lambda: client.stats()["state"] == "draining")
+        # It takes no new work, but gives what it has.
+        assert client.insert([b"b"], [bytes(SIZE)]).wait(PATIENCE_S).refused == {"draining": 1}
+        assert client.reserve(1).shortfall == "draining"
+        with client.select([b"a", b"never"], timeout_s=30) as found:
+            assert len(found) == 1, "select does not wait for a daemon that stops"
+        del found
+        assert daemon.process is not None and daemon.process.poll() is None
+        if what == "lease":
+            client.release([lease])
+        else:
+            assert client.commit(slots.generation, slots.offsets, [b"c"]).tolist() == [1]
+        assert daemon.wait() == 0
+
+
+def test_a_stop_does_not_wait_longer_than_it_was_told() -> None:
+    with running_daemon("--drain-s", "0.5") as daemon, daemon.connect(NAMESPACE) as client:
+        put(client, b"a")
+        client.acquire([(0, [b"a"])])
+        assert daemon.stop() == 0
+        assert "stopping although something is held" in daemon.log.read_text()
+
+
+# -- restart -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("end", ["stop", "kill"])
+def test_a_client_is_back_by_itself_after_a_restart(daemon: Daemon, end: str) -> None:
+    with daemon.connect(NAMESPACE, wait=False) as client:
+        eventually(lambda: client.attached)
+        put(client, b"a")
+        old = client.generation
+        slots = client.reserve(1)
+        (lease,) = client.acquire([(0, [b"a"])])
+        arena = client.arena
+        assert arena is not None and old is not None
+        if end == "kill":
+            daemon.kill()
+        else:
+            client.abort(old, slots.offsets)
+            client.release([lease])
+            daemon.stop()
+        eventually(lambda: not client.attached, "the client notices")
+        with pytest.raises(DaemonUnavailable, match=str(daemon.socket)):
+            client.lookup([b"a"])
+        # What was mapped stays mapped: a copy under way ends with the bytes that it began with.
+        offset = int(lease.offsets[0])
+        assert arena.as_numpy()[offset : offset + SIZE].tobytes() == make_block(b"a", SIZE)
+        daemon.start()
+        back = threading.Event()
+        threading.Thread(target=lambda: (eventually(lambda: client.attached), back.set())).start()
+        assert back.wait(BACK_S), "not back within 2 s of the daemon's return"
+        assert client.generation != old and client.lookup([b"a"]) == 0
+        with pytest.raises(StaleGeneration):
+            client.commit(old, slots.offsets, [b"b"])
+        assert client.abort(old, slots.offsets) == 0 and client.release([lease]) == 0
+        put(client, b"a")
+        assert client.lookup([b"a"]) == 1
+
+
+def test_a_patient_client_waits_for_the_daemons_return(daemon: Daemon) -> None:
+    with daemon.connect(NAMESPACE) as client:
+        put(client, b"a")
+        daemon.kill()
+        answers: list[int] = []
+        thread = threading.Thread(target=lambda: answers.append(client.lookup([b"a"])))
+        thread.start()
+        daemon.start()
+        thread.join(PATIENCE_S)
+        assert answers == [0]
+
+
+def test_a_select_that_waits_outlives_a_restart(daemon: Daemon) -> None:
+    lengths: list[int] = []
+    with daemon.connect(NAMESPACE) as client:
+
+        def wait() -> None:
+            with client.select([b"a"], timeout_s=PATIENCE_S) as found:
+                lengths.append(len(found))
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        eventually(lambda: daemon.stats()["waiters"] == 1)
+        daemon.kill()
+        daemon.start()
+        eventually(lambda: daemon.stats()["waiters"] == 1, "it waits again")
+        put(client, b"a")
+        thread.join(PATIENCE_S)
+        assert lengths == [1]
+    daemon.check_nothing_held()
+
+
+def test_a_restart_inside_a_with_block_harms_nobody(daemon: Daemon) -> None:
+    with daemon.connect(NAMESPACE) as client:
+        put(client, b"a", b"b")
+        with client.select([b"a"], timeout_s=0) as found:
+            daemon.kill()
+            assert bytes(found[0]) == make_block(b"a", SIZE)
+        daemon.start()
+        put(client, b"a")
+        with pytest.raises(RetryLater), client.drop_select([b"a"], timeout_s=5) as found:
+            assert bytes(found[0]) == make_block(b"a", SIZE)
+            daemon.kill()
+            daemon.start()
+        del found
+    daemon.check_nothing_held()
+
+
+def test_after_a_kill_the_next_start_works_at_once(daemon: Daemon) -> None:
+    for _ in range(3):
+        daemon.kill()
+        assert daemon.socket.exists()
+        daemon.start()
+    with daemon.connect(NAMESPACE) as client:
+        put(client, b"a")
+
+
+def test_without_a_daemon_a_client_that_does_not_wait_says_so_at_once() -> None:
+    with tempfile.TemporaryDirectory(prefix="kv") as folder:
+        where = f"unix:{folder}/kv.sock"
+        with pytest.raises(DaemonUnavailable, match="kvstore serve"):
+            kvstore.connect(where, NAMESPACE, timeout_s=0.2)
+        with kvstore.connect(where, NAMESPACE, wait=False) as client:
+            assert not client.attached and client.arena is None and client.generation is None
+            for call in (lambda: client.lookup([b"a"]), lambda: client.reserve(1), client.stats):
+                with pytest.raises(DaemonUnavailable):
+                    call()
+            assert client.insert([b"a"], [bytes(SIZE)]).wait(PATIENCE_S).refused == {"DaemonUnavailable": 1}
+            with pytest.raises(kvstore.errors.SizeMismatch):
+                client.insert([b"a"], [bytes(SIZE + 1)])
+            assert client.release([]) == 0
+
+
+def test_a_call_that_was_not_answered_in_time_leaves_nothing_taken(daemon: Daemon) -> None:
+    """The daemon stands still; the client gives up; when the daemon goes on, it does what nobody waits for any more."""
+    with daemon.connect(NAMESPACE, timeout_s=1.0, wait=False) as client:
+        eventually(lambda: client.attached)
+        put(client, b"a")
+        daemon.signal(signal.SIGSTOP)
+        try:
+            for call in (lambda: client.acquire([(0, [b"a"])]), lambda: client.reserve(3)):
+                with pytest.raises(kvstore.errors.DeadlineExceeded):
+                    call()
+        finally:
+            daemon.signal(signal.SIGCONT)
+        calls = {"Acquire": 1, "Reserve": 1}
+
+        def settled() -> bool:
+            with contextlib.suppress(KVStoreError):
+                tree = daemon.stats()
+                there = all(tree["calls"].get(name, 0) >= count for name, count in calls.items())
+                return there and not tree["pins"] and not tree["reserved_slots"]
+            return False
+
+        eventually(settled)
+        put(client, b"b")
+
+
+# -- fork ----------------------------------------------------------------------------------------------------------
+
+
+FORK = """
+import os, sys, warnings
+warnings.simplefilter("ignore")
+import kvstore
+ns = kvstore.Namespace(model="wire", dtype="bfloat16", block_size=64, block_bytes=65536)
+client = kvstore.connect(sys.argv[1], ns)
+client.insert([b"a"], [bytes(65536)]).wait(30)
+pid = os.fork()
+if pid == 0:
+    code = 1
+    try:
+        for call in (lambda: client.lookup([b"a"]), lambda: client.insert([b"b"], [bytes(65536)]), client.stats,
+                     lambda: client.reserve(1), client.flush, lambda: client.select([b"a"], 1).__enter__()):
+            try:
+                call()
+            except kvstore.errors.ForkedClient as error:
+                assert "Connect in the child" in str(error)
+            else:
+                raise AssertionError("a forked client answered")
+        client.close()
+        code = 0
+    finally:
+        os._exit(code)
+print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), client.lookup([b"a"]), flush=True)
+client.close()
+"""
+
+
+def test_a_client_does_not_survive_a_fork_and_says_so(served: Daemon) -> None:
+    with child(FORK, served.endpoint) as process:
+        assert line_of(process) == "0 1", "the child was refused, and the parent goes on"
+        assert process.wait(PATIENCE_S) == 0
+
+
+# -- TCP -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tcp_daemon() -> Iterator[tuple[Daemon, str, str]]:
+    """A daemon that listens on a port as well, with a token."""
+    with tempfile.TemporaryDirectory(prefix="kv") as folder:
+        token_file = Path(folder) / "token"
+        token_file.touch(mode=0o600)
+        token_file.write_text("a-token-of-many-letters-0123456789\n")
+        with running_daemon("--listen", "127.0.0.1:0", "--token-file", str(token_file)) as daemon:
+            yield daemon, daemon.stats()["listen"][1], token_file.read_text().strip()
+
+
+@pytest.mark.parametrize("token", [None, "wrong", "a-token-of-many-letters-012345678"])
+def test_a_port_asks_for_the_token(tcp_daemon: tuple[Daemon, str, str], token: str | None) -> None:
+    daemon, address, _ = tcp_daemon
+    with pytest.raises(AccessDenied, match="token"):
+        kvstore.connect(address, NAMESPACE, token=token, timeout_s=PATIENCE_S)
+    with AdminClient(address, token, PATIENCE_S) as admin:
+        for call in (admin.ping, admin.stats, lambda: admin.flush(None), lambda: admin.evict(1), admin.list_blocks):
+            with pytest.raises(AccessDenied):
+                call()
+    daemon.check_nothing_held()
+
+
+def test_a_unix_socket_asks_for_none(tcp_daemon: tuple[Daemon, str, str]) -> None:
+    daemon, _, _ = tcp_daemon
+    with daemon.connect(NAMESPACE) as client:
+        assert client.attached
+
+
+def test_a_client_on_the_loopback_maps_the_pool(tcp_daemon: tuple[Daemon, str, str]) -> None:
+    daemon, address, token = tcp_daemon
+    with kvstore.connect(address, NAMESPACE, token=token, timeout_s=PATIENCE_S) as client:
+        assert client.arena is not None
+        put(client, b"tcp")
+        with client.select([b"tcp"], timeout_s=0) as found:
+            assert bytes(found[0]) == make_block(b"tcp", SIZE)
+            view = np.frombuffer(found[0], dtype=np.uint8)
+        del found
+        client.close()
+        assert view[:4].tobytes() == make_block(b"tcp", SIZE)[:4]
+        del view
+    daemon.check_nothing_held()
+
+
+def test_a_client_that_cannot_map_the_pool_says_so_and_holds_nothing(
+    tcp_daemon: tuple[Daemon, str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As from another host, where the path of the handoff leads nowhere."""
+    daemon, address, token = tcp_daemon
+    monkeypatch.setattr(os.path, "exists", lambda path: False)
+    with kvstore.connect(address, NAMESPACE, token=token, timeout_s=PATIENCE_S) as client:
+        assert client.arena is None and client.attached
+        assert client.insert([b"far"], [bytes(SIZE)]).wait(PATIENCE_S).refused == {"NoMapping": 1}
+        with daemon.connect(NAMESPACE) as near:
+            put(near, b"near")
+        assert client.lookup([b"near"]) == 1
+        with pytest.raises(NoMapping, match="another host|network"), client.select([b"near"], timeout_s=0):
+            pass
+        tree = client.stats()
+        assert not tree["pins"] and not tree["reserved_slots"]
+    daemon.check_nothing_held()
