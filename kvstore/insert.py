@@ -112,7 +112,9 @@ class Inserter:
         return ticket
 
     def call_soon(self, call: Callable[[], None]) -> None:
-        """Makes a call in the thread. What it raises is dropped."""
+        """Makes a call in the thread. What it raises is dropped. After close() nothing is called any more."""
+        if self._closed:
+            return  # and not kept either: what it refers to may be the last thing that keeps the mapping
         self._queue.put(call)
         # Without the lock, which the thread that got here may hold: a thread that is not there has nothing to release
         # for, but views may come from select alone.

@@ -9,7 +9,7 @@ by one thread.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 from kvstore.policy import LruPolicy, Ticker
@@ -345,26 +345,3 @@ class Books:
     def entries_of(self, prefix: bytes) -> Iterator[Entry]:
         """Entries whose name starts with a prefix. A snapshot."""
         return iter([entry for key, entry in self.index.items() if key.startswith(prefix)])
-
-
-def restore_order(books: Books, entries: Iterable[Entry]) -> None:
-    """Tells the policies of entries that were loaded, in the order that `used` gives."""
-    ordered = sorted(entries, key=lambda entry: entry.slab.used[entry.extent])
-    by_class: dict[int, list[Entry]] = {}
-    for entry in ordered:
-        by_class.setdefault(entry.slab.extent_bytes, []).append(entry)
-    # Policies of one ticker can be compared only if they are fed in turn, so in small steps of the common order.
-    if len(by_class) == 1:
-        ((extent_bytes, _),) = by_class.items()
-        policy = books.class_of(extent_bytes).policy
-        for at in range(0, len(ordered), 4096):
-            policy.touch(ordered[at : at + 4096][::-1])
-        return
-    start = 0
-    while start < len(ordered):
-        stride = ordered[start].slab.extent_bytes
-        end = start
-        while end < len(ordered) and end - start < 4096 and ordered[end].slab.extent_bytes == stride:
-            end += 1
-        books.class_of(stride).policy.touch(ordered[start:end][::-1])
-        start = end
