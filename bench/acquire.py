@@ -1,17 +1,18 @@
 """Acquire of many keys against a gRPC call with the same request and reply and an empty handler, in the same run.
 
-The other side is a grpc.aio server in a process of its own, on a Unix socket like the daemon's, whose
-handler returns a reply of the same size that was made beforehand. Its caller builds and sends the same request and reads
-the reply's fields, as every gRPC client must.
+The other side is a grpc.aio server in a process of its own, on a Unix socket like the daemon's, whose handler returns a
+reply of the same size that was made beforehand. Its caller builds and sends the same request and reads the reply's
+fields, as every gRPC client must.
 
-The directory holds a million blocks, in conversations of 2,048 blocks that lie in the daemon's memory in one of three ways:
+The directory holds a million blocks, in conversations of 2,048 blocks that lie in the daemon's memory in one of three
+ways:
     whole       stored at once
     turns       stored 16 blocks at a time, other conversations in between, as engines with many users do
-    scattered   stored one by one, each between 255 of others: the worst there is, each key a miss of the processor's caches
+    scattered   stored one by one, each between 255 of others: the worst there is, as each key misses the processor's
+                caches
 Each call asks for another conversation, and spells its keys anew, so that nothing of it is known from the call before.
-All keys are
-there. The lease is released after each call, outside the time; what that costs has rows of its own, since the daemon
-notes the use of blocks there and not at the hit.
+All keys are there. The lease is released after each call, outside the time; what that costs has rows of its own, since
+the daemon notes the use of blocks there and not at the hit.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What a million blocks cost the daemon: memory for each, and how long the loop is kept busy by one step.
 
 books
-    The hierarchy alone, in this process, over a pool whose memory is only said to be there, so that nothing but the books
-    takes any. Memory is the growth of anonymous resident memory; beside it stands the sum of the sizes that the
+    The hierarchy alone, in this process, over a pool whose memory is only said to be there, so that nothing but the
+    books takes any. Memory is the growth of anonymous resident memory; beside it stands the sum of the sizes that the
     interpreter tells of the objects of a block. Times are processor time of this thread: what a step takes where nobody
     interrupts it. A step is what one call does: 256 keys of a commit, 2,048 of an acquire.
 daemon

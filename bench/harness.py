@@ -1,7 +1,7 @@
-"""What the benches share: a daemon of their own, memory like the pool's, interleaved rounds, and a plain report.
+"""What the benches share: a daemon of their own, touched memory, interleaved rounds, and a plain report.
 
-Times on a shared machine say little; a ratio says something if both sides ran in turn within one run. So every bench runs
-its cases round by round, in an order that changes, and reports the median of the ratios within the rounds.
+Times on a shared machine say little; a ratio says something if both sides ran in turn within one run. So every bench
+runs its cases round by round, in an order that changes, and reports the median of the ratios within the rounds.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from rich.table import Table
 
 import kvstore
 from kvstore.arena import ArenaView
-from kvstore.backing import address_of, open_pool_memory, populate_pages
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 _START_S: Final = 60.0
@@ -120,20 +119,6 @@ def private_memory(size_bytes: int) -> Bytes:
     memory = np.frombuffer(map_, dtype=np.uint8)
     memory[:: mmap.PAGESIZE] = 1
     return memory
-
-
-class ReferencePool:
-    """Shared memory like the pool's, mapped as a client maps the pool, all of it touched."""
-
-    def __init__(self, size_bytes: int) -> None:
-        size_bytes = -(-size_bytes // (2 << 20)) * (2 << 20)
-        self._memory = open_pool_memory(size_bytes, "auto")
-        self.kind = self._memory.backing.kind
-        self._memory.populate(0, size_bytes)
-        self._map = mmap.mmap(self._memory.fd, size_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
-        self.address = address_of(self._map)
-        populate_pages(self.address, size_bytes)
-        self.bytes: Bytes = np.frombuffer(self._map, dtype=np.uint8)
 
 
 def prefault(arena: ArenaView) -> None:

@@ -1,15 +1,15 @@
 """Insert and select of 8 MiB blocks against a plain memcpy of the same bytes in the same run.
 
 What is compared
-    insert  Client.insert(keys, blocks) until the ticket is done, into a pool that is full, so colder blocks leave for it.
+    insert  Client.insert(keys, blocks) until the ticket is done, into a pool that is full, so colder blocks leave.
             memcpy: np.copyto from the same buffers into the same slots of the pool, found and pinned beforehand.
     select  Client.select, a copy of each block into private memory, the end of the with-block.
             memcpy: np.copyto from the same slots into the same private memory, found and pinned beforehand.
-    So both sides use the very same pages, all of them touched before by this process: on this kind of machine two buffers of
-    the same kind can differ by a fifth in speed. A batch is far larger than the cache.
+    So both sides use the very same pages, all of them touched before by this process. Two mappings of the same kind
+    would not do: where their pages happen to lie makes a difference of up to a third. A batch is larger than the cache.
 Two engines
-    Two processes do the same at once, each with a client of its own. Their rates are added and compared with one process
-    alone, and beside it stands what two processes that only copy lose on this machine.
+    Two processes do the same at once, each with a client of its own. Their rates are added and compared with one
+    process alone, and beside it stands what two processes that only copy lose on this machine.
 """
 
 from __future__ import annotations
@@ -200,8 +200,9 @@ def measure_batches(
     engine = Engine(endpoint, block_bytes, max(count for count, _ in batches), "one")
     arena = engine.client.arena
     assert arena is not None
+    kind = engine.client.stats()["tiers"][0]["backing"]["kind"]
     facts = {
-        "pool": f"{engine.client.stats()['tiers'][0]['backing']['kind']}, {huge_share(arena.address):.0%} on huge pages",
+        "pool": f"{kind}, {huge_share(arena.address):.0%} on huge pages",
         "private": f"{huge_share(engine.private_address):.0%} on huge pages",
     }
     for count, rounds in batches:

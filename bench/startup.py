@@ -1,7 +1,7 @@
 """How long `kvstore serve` takes until it answers a ping, for several sizes of the pool.
 
-Compared with `python -c pass` in the same rounds: what the interpreter alone takes. Compiled modules come from a cache of
-this run's own, as an installed package has them; the first round, which fills it, is not counted. Population goes on
+Compared with `python -c pass` in the same rounds: what the interpreter alone takes. Compiled modules come from a cache
+of this run's own, as an installed package has them; the first round, which fills it, is not counted. Population goes on
 after the ping and is cut short by the end of the daemon.
 """
 

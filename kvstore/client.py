@@ -513,9 +513,10 @@ class Client:
 
     def _give_back(self, found: Found, attached: Attached, *, remove: bool) -> None:
         """Ends the lease, or leaves that to the last view where some are still in use."""
-        request = engine_pb2.ReleaseRequest(session=attached.session, leases=[found.lease_id])
+        session, lease_id = attached.session, found.lease_id
 
-        def release() -> None:
+        def release(*, remove: bool = False, hold: bool = False) -> None:
+            request = engine_pb2.ReleaseRequest(session=session, leases=[lease_id], remove=remove, hold=hold)
             self._connection.call(self._stub.Release, request, attached)
 
         def later() -> None:
@@ -524,13 +525,8 @@ class Client:
 
         try:
             unused = found.close(later)
-            if remove:
-                removal = engine_pb2.ReleaseRequest(
-                    session=attached.session, leases=[found.lease_id], remove=True, hold=not unused
-                )
-                self._connection.call(self._stub.Release, removal, attached)
-            elif unused:
-                self._connection.post(self._stub.Release, request)
+            if unused or remove:
+                release(remove=remove, hold=not unused)
         except RetryLater:
             # The session is gone, and its pins with it. Only a removal that was not confirmed is worth an error.
             if remove:

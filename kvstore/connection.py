@@ -84,8 +84,6 @@ class Connection:
         self.patient = patient
         self._pid = os.getpid()
         self._request_ids = itertools.count(1)
-        #: Calls whose answer nobody waits for. gRPC cancels those that nobody refers to.
-        self._posted: set[Any] = set()
         self._request = request
         self._namespace = namespace
         self._prefault_wanted = prefault
@@ -143,9 +141,9 @@ class Connection:
             found, error = self._attached, self._last_error
         if found is not None and found is not other_than:
             return found
-        raise error or DaemonUnavailable(
-            f"no daemon answers at {self.endpoint}: start one with `kvstore serve --cpu-bytes 1GB`"
-        )
+        if error is not None:
+            raise _bare(error)
+        raise DaemonUnavailable(f"no daemon answers at {self.endpoint}: start one with `kvstore serve --cpu-bytes 1GB`")
 
     @property
     def _refused(self) -> bool:
@@ -176,18 +174,6 @@ class Connection:
             if request_id := getattr(request, "request_id", 0):
                 self.forget(request_id, attached)
             raise
-
-    def post(self, method: Any, request: Any) -> None:
-        """One call within a session that nobody waits for: later calls of this thread find it done, or under way before
-        them. What goes wrong with it is not told.
-        """
-        self.check_usable()
-        try:
-            call = method.future(request, timeout=self.timeout_s)
-        except ValueError:  # of gRPC: closed by another thread between the check and the call
-            return
-        self._posted.add(call)
-        call.add_done_callback(self._posted.discard)
 
     def next_request_id(self) -> int:
         """A number for a call that takes something, see proto/kvstore/v1/engine.proto."""
@@ -264,7 +250,7 @@ class Connection:
                     attempt = 0
                 error = DaemonUnavailable(f"the daemon at {self.endpoint} has gone")
             except KVStoreError as raised:
-                error = raised.with_traceback(None)  # its frames would keep the mapping alive
+                error = _bare(raised)
             except grpc.RpcError as failure:
                 error = error_of(failure, str(self.endpoint))
             with self._changed:
@@ -398,3 +384,10 @@ class Connection:
             stream.cancel()
         self._thread.join(self.timeout_s)
         self.channel.close()
+
+
+def _bare(error: KVStoreError) -> KVStoreError:
+    """The same error without its history: the frames in there would keep a mapping, and with it a session, for as long
+    as the error is kept.
+    """
+    return type(error)(*error.args)

@@ -249,7 +249,7 @@ FAMILIES: Final[tuple[Family, ...]] = (
     Family(
         "kvstore_transfers",
         "counter",
-        "Blocks copied between tiers, or not, by what happened. not_copied_queue_full: a lower tier is too slow for "
+        "Blocks copied between tiers, or not, by what happened. left_without_copy: a lower tier is too slow for "
         "what is stored.",
         ("event",),
         _transfers,

@@ -5,8 +5,8 @@ that is being copied down has a pin, a slot that is being filled from below is t
 
 Copy-down
     ``through``: a block is copied down as soon as it is committed. ``back``: when its turn to leave has come. Either
-    way the queue is bounded, in bytes; what does not fit is not copied (counted): the block stays in the pool and is
-    lost when it leaves. Stores never wait for a tier, loads even less.
+    way the queue is bounded, in bytes; what does not fit is copied when there is room again, or lost (counted) if its
+    turn to leave comes before. Loads never wait for a store.
 Promotion
     One for each key, however many ask. It ends with the block in the pool, or with the knowledge that it cannot be had;
     in both cases whoever waits for the key looks again. A key that could not be read is not tried again for RETRY_S.
@@ -89,6 +89,8 @@ class Transfers:
         self._coming_bytes = 0
         #: Blocks to copy down, oldest first; True: the block leaves the pool afterwards.
         self._queue: deque[tuple[Block, bool]] = deque()
+        #: Blocks that found the queue full, oldest first.
+        self._later: dict[Block, None] = {}
         self._writing = 0
         self._failed: dict[bytes, float] = {}
         #: Names that are being removed: until that is done, the tiers may still have them, and nobody may get them.
@@ -109,7 +111,8 @@ class Transfers:
         """Takes note of blocks that were committed just now."""
         if self._policy is WritePolicy.THROUGH:
             for block in blocks:
-                self._enqueue(block, leaves=False)
+                if not self._enqueue(block, leaves=False):
+                    self._later[block] = None
         elif self._pool.arena.size_bytes - self._pool.used_bytes < self._clean_bytes:
             self._clean_ahead()
         self._start_writing()
@@ -128,10 +131,11 @@ class Transfers:
             for tier in self.tiers:
                 tier.touch([block.name])
             return True
-        # Under `through` too: when it was stored there was too much to copy, and by now there may be time for it.
         if self._enqueue(block, leaves=True):
             self._start_writing()
             return False
+        self._later.pop(block, None)
+        self.counts["left_without_copy"] += 1
         return True
 
     def _enqueue(self, block: Block, *, leaves: bool) -> bool:
@@ -139,14 +143,22 @@ class Transfers:
         if block in self.held:
             return False
         if self._queued_bytes >= self._bytes_max:
-            self.counts["not_copied_queue_full"] += 1
             return False
+        self._later.pop(block, None)
         self._queued_bytes += size
         block.pins += 1
         self.held.add(block)
         self._held_names[block.name] += 1
         self._queue.append((block, leaves))
         return True
+
+    def _catch_up(self) -> None:
+        """What was stored faster than it could be copied is copied when there is time for it."""
+        while self._later and self._queued_bytes < self._bytes_max:
+            block = next(iter(self._later))
+            del self._later[block]
+            if block.state is BlockState.READY and not block.below:
+                self._enqueue(block, leaves=False)
 
     def _start_writing(self) -> None:
         while self._queue and self._writing < _WRITES:
@@ -201,6 +213,7 @@ class Transfers:
                 self._pool.unpin(block)
                 if cold and block.state is BlockState.READY and not block.pins:
                     self._pool.remove(block, "evicted")
+            self._catch_up()
             self._start_writing()
             self._room_made()
 

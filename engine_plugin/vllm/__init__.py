@@ -10,6 +10,7 @@ Modules
     naming      what an engine computes with, as a `kvstore.Namespace`
     messages    what travels between scheduler and worker
     link        the one thread that talks to the daemon on the scheduler's behalf
+    coming      queries that wait for blocks from disk            (no vLLM, no I/O)
     stock       empty slots for the stores of the next steps      (no vLLM, no I/O)
     lookups     per request: asked, answered, pinned              (no vLLM, no I/O)
     stores      per store: slots, acknowledgements, commit        (no vLLM, no I/O)

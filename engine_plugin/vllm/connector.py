@@ -10,7 +10,7 @@ a fault of the cache must never cost an answer.
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from engine_plugin.vllm import SPEC, compat
 
@@ -37,9 +37,6 @@ from kvstore.errors import ConfigError  # noqa: E402
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
-
-#: What a step that has nothing to compute leaves to other threads while a request waits for its lookup.
-GIVE_WAY_S: Final = 0.0005
 
 
 class KVStoreConnector(OffloadingConnector):
@@ -99,9 +96,9 @@ class KVStoreConnector(OffloadingConnector):
         if scheduler_output.total_num_scheduled_tokens == 0:
             # Nothing to compute, and while a request waits for its lookup the engine would ask again at once. Where
             # scheduler and program share a process, that loop keeps the interpreter from the very thread that fetches
-            # the answer (vLLM's own loop sleeps 1 ms here, but only in a process of its own). This gives way for half a
-            # millisecond or until an answer is in; it does not wait for the daemon, and nothing could run meanwhile.
-            self._manager.give_way(GIVE_WAY_S)
+            # the answer (vLLM's own loop sleeps 1 ms here, but only in a process of its own). This gives way for a
+            # moment or until an answer is in; it does not wait for the daemon, and nothing could run meanwhile.
+            self._manager.give_way()
         return meta
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:

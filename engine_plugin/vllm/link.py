@@ -6,6 +6,7 @@ turn, in this order, since loads go before stores at every queue:
     flush       a reset of the engine's caches; nothing is promised until it has succeeded
     queries     one Acquire for all that the last step asked (hit and pin in one step); the slots that the misses will
                 need are reserved before the answer is given, so that the stores of the very next step find them
+    coming      queries whose blocks are being brought up from disk are asked again when it is time
     commits     one call per store, in prefix order
     aborts      slots back, also those whose commit got no answer
     releases    pins back
@@ -23,10 +24,11 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import numpy as np
 
+from engine_plugin.vllm.coming import Coming, Grant, Pins, Query
 from engine_plugin.vllm.guard import limited_log
 from engine_plugin.vllm.stock import Slots, SlotStock
 from kvstore.errors import (
@@ -47,46 +49,24 @@ _TICK_S: Final = 0.5
 _KEYS_PER_CALL_MAX: Final = 16_384
 
 
-class Grant(Protocol):
-    """What `Client.acquire` answers per query."""
-
-    generation: bytes
-    offsets: np.ndarray
-    epochs: np.ndarray
-
-
-@dataclasses.dataclass(slots=True, eq=False)
-class Query:
-    """One request's question.
-
-    Attributes:
-        hashes: Block hashes in prefix order.
-        deadline: Monotonic time after which nobody wants the answer.
-        pin: Acquire what is there; False: only count it (an engine that stores but does not load).
-    """
-
-    hashes: Sequence[bytes]
-    deadline: float
-    pin: bool = True
-    kv_group: int = 0
-
-
 @dataclasses.dataclass(slots=True)
 class Reply:
     """The answer to a query.
 
     Attributes:
-        lease: What is pinned; None where nothing is.
+        pins: What is pinned; None where nothing is.
         available: Length of the leading run that is there.
+        late: How many further keys were still on their way up from disk when the time was over.
         generation: Of the pool that the answer is about.
         problem: Why there is no answer; empty if there is one.
     """
 
     query: Query
-    lease: Grant | None = None
+    pins: Pins | None = None
     available: int = 0
     generation: bytes = b""
     problem: str = ""
+    late: int = 0
 
 
 @dataclasses.dataclass(slots=True)
@@ -122,13 +102,21 @@ class DaemonLink:
     Args:
         client: This process's session with the daemon; owned and closed by the link.
         stock_max: Most empty slots held in reserve.
+        coming_s: Longest time that a query waits for blocks that are being brought up from disk.
         threaded: False: there is no thread, and `turn` is called by a test.
     """
 
     def __init__(
-        self, client: Any, *, stock_max: int, now: Callable[[], float] = time.monotonic, threaded: bool = True
+        self,
+        client: Any,
+        *,
+        stock_max: int,
+        coming_s: float = 5.0,
+        now: Callable[[], float] = time.monotonic,
+        threaded: bool = True,
     ) -> None:
         self._client = client
+        self._coming_s = coming_s
         self._now = now
         self._lock = threading.Lock()
         self._wake = threading.Condition(self._lock)
@@ -136,6 +124,7 @@ class DaemonLink:
         self._work = _Work()
         self._retry: list[tuple[bytes, np.ndarray]] = []  # owned by the thread: aborts that got no answer
         self._retry_releases: list[Grant] = []  # likewise
+        self._coming: list[Coming] = []  # likewise
         self._replies: deque[Reply] = deque()
         self._stock = SlotStock(stock_max, now)
         self._broken_until = 0.0
@@ -164,21 +153,21 @@ class DaemonLink:
         return "silent" if self._now() < self._broken_until else ""
 
     def ask(self, queries: list[Query]) -> None:
-        """Ships the questions of a step as one batch. Each gets one reply, unless the link is closed."""
+        """Ships the questions of a step as one batch. Each gets one reply, unless it is forgotten before."""
         with self._lock:
-            self._answered.clear()
             self._work.queries += queries
             self._wake.notify()
 
     def replies(self) -> list[Reply]:
         """Takes the replies that have come in."""
+        self._answered.clear()
         found = []
         while self._replies:
             found.append(self._replies.popleft())
         return found
 
     def wait_answer(self, timeout_s: float) -> None:
-        """Gives the interpreter to other threads until a reply comes in or a very short time is over."""
+        """Gives the interpreter to other threads until a reply has come in or a very short time is over."""
         self._answered.wait(timeout_s)
 
     def note_silence(self) -> None:
@@ -209,11 +198,19 @@ class DaemonLink:
                 self._work.aborts.append((generation, offsets))
                 self._wake.notify()
 
-    def release(self, leases: Iterable[Grant]) -> None:
+    def release(self, pins: Iterable[Pins]) -> None:
         """Gives pins back behind."""
+        leases = [lease for each in pins for lease in each.leases]
         with self._lock:
             self._work.releases += leases
             self._wake.notify()
+
+    def forget(self, query: Query) -> None:
+        """Nobody waits for the answer any more: what has come up for it is given back behind."""
+        query.wanted = False
+        if query.coming:
+            with self._lock:
+                self._wake.notify()
 
     def flush(self) -> None:
         """Forgets every block of the namespace, and what waits to be published. Until that has succeeded nothing can
@@ -250,14 +247,25 @@ class DaemonLink:
         over = False
         while not over:
             with self._lock:
-                pause = self._stock.pause_s() if self._client.attached else None
-                if not (self._work or self._stop or pause == 0):
-                    self._wake.wait(min(_TICK_S, pause or _TICK_S))
+                pause = self._pause_s()
+                if not (self._work or self._stop or pause <= 0):
+                    self._wake.wait(pause)
             try:
                 over = self.turn()
             except Exception:  # a defect here must not end the thread: misses would never end
                 over = self._stop
                 limited_log("link turn", logging.ERROR, "kvstore: the link's turn failed", exc_info=True)
+
+    def _pause_s(self) -> float:
+        """How long until there may be something to do."""
+        pauses = [_TICK_S]
+        stock = self._stock.pause_s() if self._client.attached else None
+        if stock is not None:
+            pauses.append(stock)
+        if self._coming:
+            now = self._now()
+            pauses += [coming.due - now if coming.query.wanted else 0.0 for coming in self._coming]
+        return min(pauses)
 
     def turn(self) -> bool:
         """Does what has been handed in so far. Returns whether it was the last turn."""
@@ -270,6 +278,8 @@ class DaemonLink:
             self._flushes_done = flushes  # else the next turn tries again; nothing is promised until it has worked
         if work.queries:
             self._do_queries(work.queries)
+        if self._coming:
+            work.releases += self._do_coming(stop)
         for commit in work.commits:
             self._do_commit(commit)
         unused = self._stock.surplus(all_of_it=stop)
@@ -296,38 +306,70 @@ class DaemonLink:
 
     def _do_queries(self, queries: list[Query]) -> None:
         now = self._now()
-        wanted = [query for query in queries if query.deadline > now]
-        self._answer([Reply(query, problem="expired") for query in queries if query.deadline <= now])
-        batch: list[Query] = []
-        keys = 0
-        for query in wanted:
-            if batch and keys + len(query.hashes) > _KEYS_PER_CALL_MAX:
-                self._do_batch(batch)
-                batch, keys = [], 0
-            batch.append(query)
-            keys += len(query.hashes)
-        if batch:
-            self._do_batch(batch)
-
-    def _do_batch(self, batch: list[Query]) -> None:
-        pinned = [query for query in batch if query.pin]
+        wanted = [query for query in queries if query.wanted and query.deadline > now]
+        self._answer([Reply(query, problem="expired") for query in queries if query.wanted and query.deadline <= now])
         replies = []
-        if pinned:
-            leases, problem = self._call(
-                "acquire", self._client.acquire, [(query.kv_group, query.hashes) for query in pinned]
-            )
-            if problem:
-                replies += [Reply(query, problem=problem) for query in pinned]
+        pinned = [query for query in wanted if query.pin]
+        answers = self._acquire(pinned, [query.hashes for query in pinned])
+        for query, (lease, problem) in zip(pinned, answers, strict=True):
+            if lease is not None and lease.pending:
+                query.deadline = self._now() + query.silence_s
+                query.coming = True
+                self._coming.append(Coming(query, lease, self._now(), self._coming_s))
             else:
-                replies += [
-                    Reply(query, lease if len(lease.offsets) else None, len(lease.offsets), lease.generation)
-                    for query, lease in zip(pinned, leases, strict=True)
-                ]
-        for query in batch:
+                replies.append(_reply(query, Pins.of(lease) if lease is not None else None, problem))
+        for query in wanted:
             if not query.pin:
                 generation = self._client.generation or b""
                 available, problem = self._call("lookup", self._client.lookup, query.hashes)
                 replies.append(Reply(query, None, int(available or 0), generation, problem))
+        self._answer_with_slots(replies)
+
+    def _do_coming(self, stop: bool) -> list[Grant]:
+        """Asks again where it is time, and answers where there is nothing more to wait for. Returns leases that are not
+        needed.
+        """
+        now = self._now()
+        due = [] if stop else [coming for coming in self._coming if coming.query.wanted and coming.due <= now]
+        answers = self._acquire([coming.query for coming in due], [coming.rest() for coming in due])
+        now = self._now()
+        unneeded: list[Grant] = []
+        for coming, (lease, problem) in zip(due, answers, strict=True):
+            if lease is not None:
+                unneeded += coming.take(lease, now)
+                coming.query.deadline = now + coming.query.silence_s
+            else:
+                coming.fail(problem)
+        replies = []
+        kept = []
+        for coming in self._coming:
+            if stop or not coming.query.wanted:
+                unneeded += coming.pins.leases if coming.pins is not None else ()
+            elif coming.over(now):
+                replies.append(_reply(coming.query, coming.pins, coming.problem, coming.pending))
+            else:
+                kept.append(coming)
+        self._coming = kept
+        self._answer_with_slots(replies)
+        return unneeded
+
+    def _acquire(self, queries: list[Query], hashes: list[Sequence[bytes]]) -> list[tuple[Grant | None, str]]:
+        """Acquires in as few calls as their size allows: a lease or a problem for each query."""
+        answers: list[tuple[Grant | None, str]] = []
+        while len(answers) < len(queries):
+            asked = [(queries[len(answers)].kv_group, hashes[len(answers)])]
+            keys = len(asked[0][1])
+            for query, more in zip(queries[len(answers) + 1 :], hashes[len(answers) + 1 :], strict=True):
+                keys += len(more)
+                if keys > _KEYS_PER_CALL_MAX:
+                    break
+                asked.append((query.kv_group, more))
+            leases, problem = self._call("acquire", self._client.acquire, asked)
+            answers += [(None, problem)] * len(asked) if problem else [(lease, "") for lease in leases]
+        return answers
+
+    def _answer_with_slots(self, replies: list[Reply]) -> None:
+        """Answers, once the slots are reserved that the stores of what is missing will need."""
         missing = sum(len(reply.query.hashes) - reply.available for reply in replies if not reply.problem)
         if missing:
             self._stock.announce(missing)
@@ -407,6 +449,13 @@ class DaemonLink:
         if amount:
             with self._lock:
                 self._counts[metric, label] += amount
+
+
+def _reply(query: Query, pins: Pins | None, problem: str, late: int = 0) -> Reply:
+    """Answer to a query that pins."""
+    if pins is None:
+        return Reply(query, problem=problem, late=late)
+    return Reply(query, pins, len(pins.offsets), pins.generation, problem, late)
 
 
 def _problem_of(error: KVStoreError) -> str:

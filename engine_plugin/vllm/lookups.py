@@ -6,9 +6,10 @@ A request's life here::
 
 * The engine asks for every key of a request in one scheduler step, in prefix order, and goes on past a RETRY; so the
   first step gathers the whole list and it goes out as one query when the step ends.
-* ANSWERED holds the lease, so that HIT is still true when the engine makes room for it some steps later. It ends when
+* ANSWERED holds the pins, so that HIT is still true when the engine makes room for it some steps later. It ends when
   the request starts, is preempted, or finishes.
 * Every answer has a deadline. A daemon that is away is a MISS at once; one that is silent is a MISS at the deadline.
+  While blocks are on their way up from disk the link moves the deadline on, and answers within a time of its own.
 
 Scheduler thread only. Knows nothing of vLLM; keys are a block hash followed by four bytes of group.
 """
@@ -23,7 +24,8 @@ from typing import Final
 
 import numpy as np
 
-from engine_plugin.vllm.link import DaemonLink, Grant, Query, Reply
+from engine_plugin.vllm.coming import Pins, Query
+from engine_plugin.vllm.link import DaemonLink, Reply
 
 GROUP_BYTES: Final = 4
 #: Requests that may hold an answer at a time. The engine asks for its whole queue, and each answer pins blocks.
@@ -52,7 +54,7 @@ class _Request:
     phase: _Phase = _Phase.GATHERING
     keys: dict[bytes, int] = dataclasses.field(default_factory=dict)  # key -> place in the query
     query: Query | None = None
-    lease: Grant | None = None
+    pins: Pins | None = None
     ready: int = 0
     refused: bool = False  # ANSWERED without an answer
 
@@ -153,6 +155,12 @@ class Lookups:
         """Whether a request waits for an answer."""
         return bool(self._by_query)
 
+    def only_disk(self) -> bool:
+        """Whether all that requests wait for is blocks on their way up from disk."""
+        return all(query.coming for query in self._by_query) and not any(
+            request.phase is _Phase.LOADING for request in self._requests.values()
+        )
+
     def step_end(self, started: Iterable[str], preempted: Iterable[str]) -> None:
         """Ships what the step has gathered; drops answers of requests that have begun to run or were preempted."""
         self._replies_taken = False
@@ -168,7 +176,9 @@ class Lookups:
             if request is None or request.phase is not _Phase.GATHERING:
                 continue
             deadline = self._now() + self._deadline_s
-            request.query = Query([hash_of(key) for key in request.keys], deadline, self._pin)
+            request.query = Query(
+                [hash_of(key) for key in request.keys], deadline, self._pin, silence_s=self._deadline_s
+            )
             request.phase = _Phase.ASKED
             self._by_query[request.query] = req_id
             queries.append(request.query)
@@ -192,8 +202,8 @@ class Lookups:
             req_id = self._by_query.pop(reply.query, None)
             request = self._requests.get(req_id) if req_id is not None else None
             if req_id is None or request is None or request.query is not reply.query:
-                if reply.lease is not None:
-                    self._link.release([reply.lease])  # nobody waits for it any more
+                if reply.pins is not None:
+                    self._link.release([reply.pins])  # nobody waits for it any more
                 continue
             self._answer(req_id, request, reply)
         if not self._by_query:
@@ -202,6 +212,7 @@ class Lookups:
         late = [query for query in self._by_query if query.deadline <= now]
         for query in late:
             req_id = self._by_query.pop(query)
+            self._link.forget(query)
             request = self._requests.get(req_id)
             if request is not None and request.query is query:
                 self._refuse(req_id, request, "silent")
@@ -215,40 +226,41 @@ class Lookups:
         keys = list(request.keys)
         if reply.available:
             self._on_present(keys[: reply.available], reply.generation)
-        lease = reply.lease
-        ready = len(lease.offsets) if lease is not None else 0
-        if lease is not None and lease.generation != self._ready_generation():
+        pins = reply.pins
+        ready = len(pins.offsets) if pins is not None else 0
+        if pins is not None and pins.generation != self._ready_generation():
             # The workers have mapped another pool, or none: they could not load this.
-            self._link.release([lease])
+            self._link.release([pins])
             self._refuse(req_id, request, "worker_detached")
             return
-        if lease is not None and self._distrusted:
-            ready = self._trusted_run(keys[:ready], lease)
+        if pins is not None and self._distrusted:
+            ready = self._trusted_run(keys[:ready], pins)
         if not ready:
             self._holders.discard(req_id)
-            if lease is not None:
-                self._link.release([lease])
-                lease = None
+            if pins is not None:
+                self._link.release([pins])
+                pins = None
         request.phase = _Phase.ANSWERED
         request.query = None
-        request.lease, request.ready = lease, ready
+        request.pins, request.ready = pins, ready
         self.counts["hits", ""] += ready
-        self.counts["misses", "absent"] += len(keys) - ready
+        self.counts["misses", "late"] += reply.late
+        self.counts["misses", "absent"] += len(keys) - ready - reply.late
 
     def _refuse(self, req_id: str, request: _Request, reason: str) -> None:
         self._holders.discard(req_id)
         self.counts["misses", reason] += len(request.keys)
         request.phase = _Phase.ANSWERED
-        request.query = request.lease = None
+        request.query = request.pins = None
         request.ready = 0
         request.refused = True
 
-    def _trusted_run(self, keys: Sequence[bytes], lease: Grant) -> int:
+    def _trusted_run(self, keys: Sequence[bytes], pins: Pins) -> int:
         for place, key in enumerate(keys):
             bad = self._distrusted.get(key)
             if bad is None:
                 continue
-            if bad == (lease.generation, int(lease.offsets[place]), int(lease.epochs[place])):
+            if bad == (pins.generation, int(pins.offsets[place]), int(pins.epochs[place])):
                 self.counts["misses", "distrusted"] += 1
                 return place
             del self._distrusted[key]  # stored again since: another copy
@@ -259,15 +271,15 @@ class Lookups:
     def prepare_load(self, req_id: str, keys: Collection[bytes]) -> LoadPlan | None:
         """Where the keys lie; None where they are not all pinned for this request. The pins stay until `load_done`."""
         request = self._requests.get(req_id)
-        if request is None or request.phase is not _Phase.ANSWERED or request.lease is None:
+        if request is None or request.phase is not _Phase.ANSWERED or request.pins is None:
             return None
         places = np.fromiter((request.keys.get(key, request.ready) for key in keys), np.int64, len(keys))
         if len(places) and int(places.max()) >= request.ready:
             return None
         request.phase = _Phase.LOADING
         self._holders.discard(req_id)
-        lease = request.lease
-        return LoadPlan(lease.generation, lease.offsets[places], lease.epochs[places])
+        pins = request.pins
+        return LoadPlan(pins.generation, pins.offsets[places], pins.epochs[places])
 
     def load_done(self, req_id: str) -> None:
         """The workers are through with a load, well or badly: gives its pins back."""
@@ -280,11 +292,11 @@ class Lookups:
         request = self._requests.get(req_id)
         if request is None or request.phase is not _Phase.LOADING:
             return
-        lease = request.lease
-        assert lease is not None
+        pins = request.pins
+        assert pins is not None
         for key, place in request.keys.items():
             if place < request.ready:
-                self._distrusted[key] = (lease.generation, int(lease.offsets[place]), int(lease.epochs[place]))
+                self._distrusted[key] = (pins.generation, int(pins.offsets[place]), int(pins.epochs[place]))
                 self._distrusted.move_to_end(key)
         while len(self._distrusted) > DISTRUSTED_MAX:
             self._distrusted.popitem(last=False)
@@ -308,10 +320,11 @@ class Lookups:
         self._distrusted.clear()
 
     def _drop(self, req_id: str, request: _Request) -> None:
-        if request.lease is not None:
-            self._link.release([request.lease])
+        if request.pins is not None:
+            self._link.release([request.pins])
         if request.query is not None:
-            self._by_query.pop(request.query, None)  # its reply is released when it comes
+            self._by_query.pop(request.query, None)
+            self._link.forget(request.query)  # a reply that is on its way is released when it comes
         self._holders.discard(req_id)
-        request.lease = request.query = None
+        request.pins = request.query = None
         del self._requests[req_id]

@@ -39,6 +39,11 @@ _RESULT_OF: Final = {
     Verdict.RETRY: LookupResult.RETRY,
 }
 
+#: What a step that has nothing to compute leaves to other threads while a request waits for an answer.
+GIVE_WAY_S: Final = 0.0005
+#: The same where an answer takes as long as reads from disk: the engine would only ask itself the same over and over.
+GIVE_WAY_DISK_S: Final = 0.005
+
 
 def _nothing_to_store(*_args: object, **_kwargs: object) -> PrepareStoreOutput:
     return PrepareStoreOutput(keys_to_store=[], store_spec=no_slots(), evicted_keys=[])
@@ -101,10 +106,15 @@ class KVStoreManager(OffloadingManager):
         return generations.pop() or None
 
     @guarded(nothing)
-    def give_way(self, timeout_s: float) -> None:
+    def give_way(self) -> None:
         """Where a request waits for an answer: lets other threads of this process run, for a moment at most."""
         if self._lookups.waiting():
-            self._link.wait_answer(timeout_s)
+            self._link.wait_answer(GIVE_WAY_DISK_S if self._lookups.only_disk() else GIVE_WAY_S)
+
+    @guarded(lambda _self: False)
+    def has_pending_work(self) -> bool:
+        """Whether the engine has to go on stepping though it has no requests and no store of its own under way."""
+        return self._stores.waits_for_workers()
 
     # -- loads ---------------------------------------------------------------------------------------------------------
 

@@ -45,9 +45,9 @@ def definitions() -> dict[str, OffloadingMetricMetadata]:
         ATTACHED: OffloadingGaugeMetadata("1 while the engine is attached to the kvstore daemon, 0 while it is not."),
         HITS: OffloadingCounterMetadata("Blocks that a lookup found in kvstore and pinned."),
         MISSES: OffloadingCounterMetadata(
-            "Blocks that a lookup did not get, by reason. absent: not stored. unavailable: no daemon. silent: no "
-            "answer in time. worker_detached: the workers have not mapped the pool. distrusted: an earlier load of "
-            "that copy failed. flushing: the engine's caches are being reset.",
+            "Blocks that a lookup did not get, by reason. absent: not stored. late: not brought up from disk in time. "
+            "unavailable: no daemon. silent: no answer in time. worker_detached: the workers have not mapped the "
+            "pool. distrusted: an earlier load of that copy failed. flushing: the engine's caches are being reset.",
             ("reason",),
         ),
         PUBLISHED: OffloadingCounterMetadata(

@@ -76,7 +76,11 @@ class KVStoreSpec(OffloadingSpec):
     def get_manager(self) -> OffloadingManager:
         if self._manager is None:
             self._ensure_daemon()
-            link = DaemonLink(self._connect("scheduler", self.namespace), stock_max=self._stock_max())
+            link = DaemonLink(
+                self._connect("scheduler", self.namespace),
+                stock_max=self._stock_max(),
+                coming_s=self._settings.pending_deadline_s,
+            )
             assert self.namespace.block_size is not None
             self._manager = KVStoreManager(
                 link,

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Final
@@ -25,6 +26,8 @@ from engine_plugin.vllm.stock import Slots
 KNOWN_MAX: Final = 262_144
 #: For this long; the daemon may have evicted the block since.
 KNOWN_S: Final = 60.0
+#: How long an engine without requests goes on stepping for reports of workers that its reset has cut off.
+REPORTS_S: Final = 10.0
 
 
 class KnownKeys:
@@ -95,12 +98,15 @@ class Stores:
         known: KnownKeys,
         ready_generation: Callable[[], bytes | None],
         ask_about: Callable[[Sequence[bytes]], None],
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._link = link
         self._ask_about = ask_about
         self._workers = workers
         self._known = known
         self._ready_generation = ready_generation
+        self._now = now
+        self._reports_until = 0.0
         self._tickets = 0
         self._under_way: dict[int, Store] = {}
         self._by_key: dict[bytes, Store] = {}
@@ -185,9 +191,17 @@ class Stores:
         for store in list(self._under_way.values()):
             if store.acks >= self._workers:
                 self._give_back(store, "dropped")
+        self._reports_until = self._now() + REPORTS_S
         self._by_key.clear()
         self._outcomes.clear()
         self._known.clear()
+
+    def waits_for_workers(self) -> bool:
+        """Whether slots of before a reset are still held for workers that may be writing into them. Only steps of the
+        engine bring their reports; after a while the slots are left to the next request's steps, or to the session's
+        end.
+        """
+        return self._now() < self._reports_until and any(store.orphan for store in self._under_way.values())
 
     def _note_outcomes(self, store: Store, outcomes: np.ndarray) -> None:
         """On the link's thread."""

@@ -341,7 +341,7 @@ class HierarchyMachine(RuleBasedStateMachine):
             got = self.hierarchy.reserve(member.session, self.spaces[space], len(call.keys))
             self._take(member, space, got, len(call.keys))
             self._commit(member, space, got.offsets, call.keys[: len(got.offsets)], b"")
-            self.seen[f"woken and {then}"] += self._could_go_on(call)
+            self.seen["woken"] += self._could_go_on(call)
         else:
             self.hierarchy.add_populated(GRANULE_BYTES)
         if then == "cancel":

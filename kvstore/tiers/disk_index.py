@@ -29,11 +29,14 @@ DATA_FILE: Final = "data.mdb"
 RECORD: Final = struct.Struct("<IIQQ")
 _BLOCK: Final = b"b"  # sorts after _NAMESPACE, so blocks run to the end
 _NAMESPACE: Final = b"N"
-#: Records handed over at a time by load().
+#: Records handed over at a time by load(), and in one transaction of write_index().
+_LOAD_CHUNK: Final = 32768
 _CHUNK: Final = 8192
 _MAP_BYTES_MIN: Final = 16 << 20
 
 Record = tuple[bytes, bytes]
+#: Names, and the record of each.
+Columns = tuple[list[bytes], list[bytes]]
 
 
 class DiskIndex:
@@ -93,14 +96,14 @@ class DiskIndex:
                     raise _translated(error) from error
                 self.map_bytes = max(_MAP_BYTES_MIN, self.map_bytes // 4)
 
-    def load(self) -> Iterator[list[Record]]:
-        """Names of blocks and their RECORDs, some thousands at a time."""
+    def load(self) -> Iterator[Columns]:
+        """Names of blocks, and their RECORDs, some thousands at a time."""
         with _translating(), self._env.begin(buffers=False) as transaction:
             cursor = transaction.cursor()
             if cursor.set_range(_BLOCK):
                 records = cursor.iternext(keys=True, values=True)
-                while chunk := list(itertools.islice(records, _CHUNK)):
-                    yield [(key[1:], value) for key, value in chunk]
+                while chunk := list(itertools.islice(records, _LOAD_CHUNK)):
+                    yield [key[1:] for key, _ in chunk], [value for _, value in chunk]
 
     def namespaces(self) -> list[TierNamespace]:
         """What was remembered. Text that makes no sense is left out."""

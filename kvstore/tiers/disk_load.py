@@ -12,8 +12,9 @@ import contextlib
 import dataclasses
 import gc
 import itertools
+import operator
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Final
 
 import numpy as np
@@ -21,7 +22,7 @@ import numpy.typing as npt
 
 from kvstore.tier import TierNamespace
 from kvstore.tiers.disk_folder import DiskFolder
-from kvstore.tiers.disk_index import DATA_FILE, RECORD, DiskIndex, Record, write_index
+from kvstore.tiers.disk_index import DATA_FILE, RECORD, Columns, DiskIndex, Record, write_index
 from kvstore.tiers.extent import ALIGN_BYTES, FOOTER_BYTES, Footer, extent_bytes_for, parse_footer
 from kvstore.tiers.files import aligned_memory
 from kvstore.tiers.index_check import IndexDamaged
@@ -116,10 +117,20 @@ def _build(folder: DiskFolder, capacity_bytes: int, slabs: list[Slab], index: Di
     # A million objects that all stay: each full collection would look at all of them again.
     gc.disable()
     try:
-        _fill(books, scan_footers(folder, slabs) if index is None else index.load(), stale)
+        if index is None:
+            _fill(books, scan_footers(folder, slabs), stale, unique=False)
+        else:
+            _fill(books, index.load(), stale, unique=True)
+        # So far, `used` is set where something lies.
+        live = {slab.number: np.flatnonzero(np.frombuffer(slab.used, dtype=np.uint64)) for slab in slabs}
         _recall_use(folder, books)
         gone, shortened = _shrink(books)
-        _restore_order(books)
+        if shortened:
+            live = {
+                slab.number: np.array([entry.extent for entry in slab.entries if entry is not None], dtype=np.int64)
+                for slab in books.slabs.values()
+            }
+        _restore_order(books, live)
     finally:
         if collecting:
             gc.enable()
@@ -140,29 +151,32 @@ def _build(folder: DiskFolder, capacity_bytes: int, slabs: list[Slab], index: Di
         else:
             folder.remove_slab(slab)
     for slab in books.slabs.values():
-        _list_free(slab)
+        _list_free(slab, live[slab.number])
     with contextlib.suppress(OSError):  # a disk that is full keeps nobody from reading
         folder.reserve_index(FIXED_BYTES // 2 + _blocks_max(books) * INDEX_BYTES_PER_BLOCK)
     return Loaded(books, index, namespaces, rebuilt, len(stale))
 
 
-def _fill(books: Books, chunks: Iterable[list[Record]], stale: list[bytes]) -> None:
+def _fill(books: Books, chunks: Iterable[Columns], stale: list[bytes], *, unique: bool) -> None:
     """Enters records. One that cannot be true is left out, and of two for one extent or one name the newer one wins.
 
     Most records are plain: their extent is there, fits, and nobody else claims it. Those go in by the column, which is
     what makes a million of them take about a second.
+
+    Args:
+        unique: Names do not repeat.
+
+    Raises:
+        IndexDamaged: they do, although they should not.
     """
     sizes: dict[int, int] = {}  # one object for each size, not one for each block
-    for chunk in chunks:
-        keys = [key for key, _ in chunk]
-        values = [value for _, value in chunk]
+    for keys, values in chunks:
         if set(map(len, values)) != {RECORD.size}:
-            stale += [key for key, value in chunk if len(value) != RECORD.size]
-            keys = [key for key, value in chunk if len(value) == RECORD.size]
-            values = [value for value in values if len(value) == RECORD.size]
+            right = [len(value) == RECORD.size for value in values]
+            stale += itertools.compress(keys, map(operator.not_, right))
+            keys, values = list(itertools.compress(keys, right)), list(itertools.compress(values, right))
         table = np.frombuffer(b"".join(values), dtype=_RECORD_TYPE)
         books.next_slab = max(books.next_slab, int(table["slab"].max(initial=0)) + 1)
-        known = books.index.keys().isdisjoint(keys)
         for number in np.unique(table["slab"]).tolist():
             rows = np.flatnonzero(table["slab"] == number)
             slab = books.slabs.get(number)
@@ -171,16 +185,17 @@ def _fill(books: Books, chunks: Iterable[list[Record]], stale: list[bytes]) -> N
                 continue
             extents = table["extent"][rows]
             blocks = table["size_bytes"][rows].astype(np.uint64)
-            fits = (extents < slab.extents) & (blocks < 1 << 48) & (table["sequence"][rows] < _SEQUENCE_MAX)
+            written = table["sequence"][rows]
+            fits = (extents < slab.extents) & (blocks < 1 << 48) & (written > 0) & (written < _SEQUENCE_MAX)
             needed = -(-(blocks.astype(np.int64) + FOOTER_BYTES) // ALIGN_BYTES) * ALIGN_BYTES
             fits &= needed == slab.extent_bytes
             stale += [keys[row] for row in rows[~fits]]
             rows = rows[fits]
             extents, written = table["extent"][rows], table["sequence"][rows]
             lengths = [sizes.setdefault(size, size) for size in table["size_bytes"][rows].tolist()]
-            names = [keys[row] for row in rows]
+            names = keys if rows.size == len(keys) else [keys[row] for row in rows.tolist()]
             used = np.frombuffer(slab.used, dtype=np.uint64)
-            if known and not used[extents].any() and np.unique(extents).size == extents.size:
+            if unique and not used[extents].any() and np.unique(extents).size == extents.size:
                 _enter_all(books, slab, names, extents, lengths)
                 used[extents] = written
             else:
@@ -195,7 +210,10 @@ def _enter_all(
     books: Books, slab: Slab, names: list[bytes], extents: npt.NDArray[np.uint32], lengths: list[int]
 ) -> None:
     entries = list(map(Entry, names, itertools.repeat(slab), extents.tolist(), lengths))
+    before = len(books.index)
     books.index.update(zip(names, entries, strict=True))
+    if len(books.index) != before + len(entries):
+        raise IndexDamaged("a name is there twice")
     places = slab.entries
     for entry in entries:
         places[entry.extent] = entry
@@ -251,7 +269,8 @@ def _shrink(books: Books) -> tuple[list[Entry], list[tuple[Slab, int]]]:
         books.drop_slab(slab)
         books.charge(-slab.charge_bytes)
         cut.append((slab, 0))
-    for slab in sorted(books.slabs.values(), key=_warmth):
+    fits = books.charged_bytes <= books.budget_bytes
+    for slab in [] if fits else sorted(books.slabs.values(), key=_warmth):
         excess = books.charged_bytes - books.budget_bytes
         if excess <= 0:
             break
@@ -269,20 +288,21 @@ def _shrink(books: Books) -> tuple[list[Entry], list[tuple[Slab, int]]]:
     return gone, cut
 
 
-def _restore_order(books: Books) -> None:
-    """Tells the policies of what was loaded, coldest first, as `used` says."""
-    slabs = list(books.slabs.values())
-    held = [[entry for entry in slab.entries if entry is not None] for slab in slabs]
-    uses = [
-        np.frombuffer(slab.used, dtype=np.uint64)[[entry.extent for entry in entries]]
-        for slab, entries in zip(slabs, held, strict=True)
-        if entries
-    ]
-    if not uses:
+def _restore_order(books: Books, live: dict[int, npt.NDArray[np.int64]]) -> None:
+    """Tells the policies of what was loaded, coldest first, as `used` says.
+
+    Args:
+        live: By slab, the extents that hold something. Handed in, since looking for them takes a visit to every entry.
+    """
+    slabs = [slab for slab in books.slabs.values() if live[slab.number].size]
+    if not slabs:
         return
+    extents = [live[slab.number] for slab in slabs]
+    uses = [np.frombuffer(slab.used, dtype=np.uint64)[at] for slab, at in zip(slabs, extents, strict=True)]
+    held = [np.array(slab.entries, dtype=object)[at] for slab, at in zip(slabs, extents, strict=True)]
     order = np.argsort(np.concatenate(uses), kind="stable")
-    entries = np.array(list(itertools.chain.from_iterable(held)), dtype=object)[order]
-    strides = np.repeat([slab.extent_bytes for slab in slabs], list(map(len, held)))[order]
+    entries = np.concatenate(held)[order]
+    strides = np.repeat([slab.extent_bytes for slab in slabs], [at.size for at in extents])[order]
     # Policies of one ticker can be compared only if they are fed in turn: a row of one class after the other.
     cuts = np.flatnonzero(np.diff(strides)) + 1
     for row in np.split(entries, cuts):
@@ -298,10 +318,12 @@ def _warmth(slab: Slab) -> int:
     return uses[len(uses) // 2] if uses else 0
 
 
-def _list_free(slab: Slab) -> None:
-    for extent in range(slab.extents - 1, -1, -1):
-        if slab.entries[extent] is None:
-            (slab.ready if slab.used[extent] else slab.raw).append(extent)
+def _list_free(slab: Slab, live: npt.NDArray[np.int64]) -> None:
+    free = np.ones(slab.extents, dtype=bool)
+    free[live] = False
+    written = np.frombuffer(slab.used, dtype=np.uint64) > 0
+    slab.ready = np.flatnonzero(free & written)[::-1].tolist()
+    slab.raw = np.flatnonzero(free & ~written)[::-1].tolist()
 
 
 def _blocks_max(books: Books) -> int:
@@ -318,22 +340,19 @@ def _records(books: Books) -> list[Record]:
     return [record_of(entry) for entry in books.index.values()]
 
 
-def scan_footers(
-    folder: DiskFolder, slabs: list[Slab], progress: Callable[[int], None] | None = None
-) -> Iterator[list[Record]]:
+def scan_footers(folder: DiskFolder, slabs: list[Slab]) -> Iterator[Columns]:
     """Records as the footers of all extents tell them."""
     chunks = [(slab, at) for slab in slabs for at in range(0, slab.extents, _SCAN_CHUNK)]
 
-    def scan(chunk: tuple[Slab, int]) -> list[Record]:
+    def scan(chunk: tuple[Slab, int]) -> Columns:
         slab, start = chunk
-        found = []
+        keys, values = [], []
         for extent in range(start, min(start + _SCAN_CHUNK, slab.extents)):
             footer = read_footer(folder, slab, extent)
             if footer is not None and extent_bytes_for(footer.size_bytes) == slab.extent_bytes:
-                found.append((footer.key, RECORD.pack(slab.number, extent, footer.size_bytes, footer.sequence)))
-        if progress is not None:
-            progress(min(_SCAN_CHUNK, slab.extents - start))
-        return found
+                keys.append(footer.key)
+                values.append(RECORD.pack(slab.number, extent, footer.size_bytes, footer.sequence))
+        return keys, values
 
     with concurrent.futures.ThreadPoolExecutor(_SCAN_THREADS, thread_name_prefix="kvstore-scan") as pool:
         yield from pool.map(scan, chunks)

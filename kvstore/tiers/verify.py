@@ -114,8 +114,10 @@ def _verify(folder: DiskFolder, slabs: list[Slab], repair: bool, progress: Progr
             raise IndexDamaged("it is gone")
         index = DiskIndex(folder.index_folder, map_bytes)
         namespaces = index.namespaces()
-        for chunk in index.load():
-            for key, value in chunk:
+        for keys, values in index.load():
+            for key, value in zip(keys, values, strict=True):
+                if len(value) != RECORD.size:
+                    raise IndexDamaged("a record has not the length of one")
                 number, extent, size_bytes, _ = RECORD.unpack(value)
                 named[number, extent] = (key, size_bytes)
     except IndexDamaged as damage:

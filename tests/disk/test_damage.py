@@ -165,7 +165,7 @@ for folder in sorted(Path(sys.argv[1]).iterdir()):
     try:
         index = DiskIndex(folder, 1 << 26)
         index.namespaces()
-        found = [key for chunk in index.load() for key, _ in chunk]
+        found = [key for keys, _ in index.load() for key in keys]
         for at in range(0, len(found), 700):
             index.commit(found[at : at + 350], [(name_of(10**6 + at + n), bytes(24)) for n in range(300)])
         index.close()

@@ -54,12 +54,17 @@ class FakeDaemon:
     """Attributes:
     up: There is a daemon.
     silent: It takes calls and does not answer.
+    disk: Copies below the pool, by key. They survive the daemon.
+    coming: Slots that are being filled from there, by key.
+    coming_max: Most of them at a time.
     """
 
     _generations = itertools.count(1)
 
     def __init__(self, slots: int = 64) -> None:
         self.slots = slots
+        self.coming_max = slots
+        self.disk: dict[bytes, np.ndarray] = {}
         self.up = False
         self.silent = False
         self.start()
@@ -70,6 +75,7 @@ class FakeDaemon:
         self.free = set(range(self.slots))
         self.reserved: set[int] = set()
         self.blocks: dict[bytes, int] = {}
+        self.coming: dict[bytes, int] = {}
         self.leases: dict[int, list[int]] = {}
         self.calls: list[str] = []
         self._lease_ids = itertools.count(1)
@@ -87,6 +93,30 @@ class FakeDaemon:
             del self.blocks[key]
             self._to_free(slot)
 
+    def copy_down(self, key: bytes) -> None:
+        """Copies a block to disk."""
+        self.disk[key] = self.arena.memory[self.blocks[key]].copy()
+
+    def promote(self, keys: Sequence[bytes]) -> int:
+        """Begins to bring keys up. Returns how many of them, from the first on, are on their way or there."""
+        run = 0
+        for key in keys:
+            if key not in self.blocks and key not in self.coming:
+                if key not in self.disk or not self.free or len(self.coming) >= self.coming_max:
+                    break
+                self.coming[key] = self.free.pop()
+            run += 1
+        return run
+
+    def come_up(self, key: bytes) -> None:
+        """One of them has come up, or its copy was lost meanwhile."""
+        slot = self.coming.pop(key)
+        if key in self.disk and key not in self.blocks:
+            self.arena.memory[slot] = self.disk[key]
+            self.blocks[key] = slot
+        else:
+            self._to_free(slot)
+
     def _to_free(self, slot: int) -> None:
         self.arena.epochs[slot] += 1
         self.arena.memory[slot] = 0
@@ -94,7 +124,7 @@ class FakeDaemon:
 
     def check(self) -> None:
         """Every slot is in exactly one place."""
-        places = sorted([*self.free, *self.reserved, *self.blocks.values()])
+        places = sorted([*self.free, *self.reserved, *self.blocks.values(), *self.coming.values()])
         assert places == list(range(self.slots))
 
 
@@ -193,13 +223,14 @@ class FakeClient:
                     daemon.arena.generation,
                     (slots * SLOT_BYTES).astype(np.uint64),
                     daemon.arena.epochs[slots],
+                    daemon.promote(keys[len(run) :]),
                 )
             )
         return leases
 
     def lookup(self, keys: Sequence[bytes]) -> int:
         daemon = self._call("lookup")
-        return len(list(itertools.takewhile(lambda key: key in daemon.blocks, keys)))
+        return len(list(itertools.takewhile(lambda key: key in daemon.blocks or key in daemon.disk, keys)))
 
     def release(self, leases: Iterable[FakeLease]) -> int:
         daemon = self._call("release")
@@ -208,6 +239,7 @@ class FakeClient:
 
     def flush(self) -> int:
         daemon = self._call("flush")
+        daemon.disk.clear()
         keys = [key for key in daemon.blocks if not daemon.pins(daemon.blocks[key])]
         for key in keys:
             daemon.evict(key)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from engine_plugin.vllm.link import Commit, DaemonLink, Query
-from tests.plugin.fakes import FakeClient, FakeDaemon, FakeLease
+from tests.plugin.fakes import SLOT_BYTES, FakeClient, FakeDaemon, FakeLease
 
 KEYS = [bytes([i]) * 32 for i in range(6)]
 
@@ -32,7 +32,7 @@ def test_asked_stored_found_and_given_back() -> None:
     link.ask([query()])
     link.wait_answer(10)
     (reply,) = link.replies()
-    assert (reply.available, reply.lease, reply.problem) == (0, None, "")
+    assert (reply.available, reply.pins, reply.problem) == (0, None, "")
 
     slots = link.take_slots(len(KEYS))
     assert len(slots) == len(KEYS)  # announced by the misses
@@ -46,12 +46,46 @@ def test_asked_stored_found_and_given_back() -> None:
     link.wait_answer(10)
     (reply,) = link.replies()
     assert reply.available == len(KEYS)
-    assert reply.lease is not None
-    link.release([reply.lease])
+    assert reply.pins is not None
+    link.release([reply.pins])
     wait_until(lambda: not daemon.leases)
     link.close()
     assert not daemon.reserved
     assert len(daemon.blocks) == len(KEYS)
+
+
+def test_blocks_on_disk_are_asked_for_again_without_anybody_s_doing() -> None:
+    daemon = FakeDaemon(32)
+    client = FakeClient(daemon)
+    reservation = client.reserve(len(KEYS))
+    client.commit(reservation.generation, reservation.offsets, KEYS)
+    for key in KEYS:
+        daemon.copy_down(key)
+    for key in KEYS[2:]:
+        daemon.evict(key)
+    link = DaemonLink(client, stock_max=8)
+    asked = query()
+    link.ask([asked])
+    wait_until(lambda: daemon.calls.count("acquire") >= 3)
+    assert asked.coming
+    assert not link.replies()
+    for key in KEYS[2:]:
+        daemon.come_up(key)
+    link.wait_answer(10)
+    (reply,) = link.replies()
+    assert (reply.available, reply.late, reply.problem) == (len(KEYS), 0, "")
+    assert reply.pins is not None
+    assert [int(offset) // SLOT_BYTES for offset in reply.pins.offsets] == [daemon.blocks[key] for key in KEYS]
+
+    for key in KEYS[4:]:
+        daemon.leases.clear()
+        daemon.evict(key)
+    given_up = query()
+    link.ask([given_up])
+    wait_until(lambda: given_up.coming)
+    link.forget(given_up)
+    wait_until(lambda: not daemon.leases)
+    link.close()
 
 
 def test_an_engine_that_only_loads_reserves_nothing() -> None:

@@ -32,7 +32,6 @@ EXPECTED = (
     "lingering",
     "removed with hold",
     "reserve all",
-    "reserve cancelled",
     "reserve pinned",
     "reserve populating",
     "reserve share",
@@ -41,10 +40,7 @@ EXPECTED = (
     "select cancelled",
     "select granted",
     "select waits",
-    "woken and cancel",
-    "woken and claim",
-    "woken and delete",
-    "woken and end",
+    "woken",
 )
 
 

@@ -41,9 +41,7 @@ def stranger(served: Daemon) -> Iterator[Stranger]:
     stream = stub.Attach(engine_pb2.AttachRequest(client_name="stranger", pid=1))
     session = next(stream).welcome.session
     opened = stub.OpenNamespace(
-        engine_pb2.OpenNamespaceRequest(
-            session=session, text=NAMESPACE.identity(), group_bytes=NAMESPACE.group_bytes
-        ),
+        engine_pb2.OpenNamespaceRequest(session=session, text=NAMESPACE.identity(), group_bytes=NAMESPACE.group_bytes),
         timeout=PATIENCE_S,
     )
     yield Stranger(channel, stub, admin_pb2_grpc.AdminStub(channel), stream, session, opened.digest)

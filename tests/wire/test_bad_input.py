@@ -36,9 +36,7 @@ def refusal(call: Callable[[], Any]) -> tuple[grpc.StatusCode, str, str]:
 CALLS: dict[str, Callable[[Stranger, bytes, bytes], tuple[str, Any]]] = {
     "OpenNamespace": lambda who, session, digest: (
         "OpenNamespace",
-        engine_pb2.OpenNamespaceRequest(
-            session=session, text=NAMESPACE.identity(), group_bytes=NAMESPACE.group_bytes
-        ),
+        engine_pb2.OpenNamespaceRequest(session=session, text=NAMESPACE.identity(), group_bytes=NAMESPACE.group_bytes),
     ),
     "Lookup": lambda who, session, digest: (
         "Lookup",

@@ -1,0 +1,134 @@
+"""Queries whose blocks are being brought up from a tier below the pool. Knows nothing of vLLM, and makes no calls.
+
+The daemon answers such a query with what is ready and the number of keys on their way, and moves on when it is asked
+again. So the link asks again, each time for what it does not hold yet, until nothing more is on its way, nothing has
+come up for a while, or the query's time is over; then the verdict is what it holds. A prefix that is larger than what
+the daemon brings up at a time comes in pieces, and the earlier pieces stay pinned.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Final, Protocol
+
+import numpy as np
+
+#: Pauses before asking again: this at first, then an eighth of what has been waited so far, so that few calls are made
+#: and little time is lost by them.
+PAUSE_MIN_S: Final = 0.002
+PAUSE_MAX_S: Final = 0.02
+_PAUSE_PART: Final = 8
+#: A prefix of which nothing has come up for this long is no longer waited for: the medium hangs.
+STALL_S: Final = 1.0
+
+
+class Grant(Protocol):
+    """What `Client.acquire` answers per query."""
+
+    generation: bytes
+    offsets: np.ndarray
+    epochs: np.ndarray
+    pending: int
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Query:
+    """One request's question.
+
+    Attributes:
+        hashes: Block hashes in prefix order.
+        deadline: Monotonic time after which nobody wants the answer. The link moves it on with every sign of life from
+            the daemon while blocks are on their way.
+        pin: Acquire what is there; False: only count it (an engine that stores but does not load).
+        silence_s: How long the daemon may be silent while blocks are on their way.
+        coming: Blocks are on their way; written by the link.
+        wanted: False: nobody waits for the answer any more; written by who asked.
+    """
+
+    hashes: Sequence[bytes]
+    deadline: float
+    pin: bool = True
+    kv_group: int = 0
+    silence_s: float = 0.5
+    coming: bool = False
+    wanted: bool = True
+
+
+@dataclasses.dataclass(slots=True)
+class Pins:
+    """What is pinned for a query: by one lease, or by several where the blocks came up in pieces."""
+
+    generation: bytes
+    offsets: np.ndarray
+    epochs: np.ndarray
+    leases: tuple[Grant, ...]
+
+    @classmethod
+    def of(cls, lease: Grant) -> Pins | None:
+        """None where the lease holds nothing."""
+        return cls(lease.generation, lease.offsets, lease.epochs, (lease,)) if len(lease.offsets) else None
+
+
+class Coming:
+    """One such query. Used by the link's thread.
+
+    Attributes:
+        pins: What has come up so far.
+        pending: Keys on their way when last asked.
+        due: Monotonic time to ask again.
+        problem: Why nothing is held any more; empty if what has come up is good.
+    """
+
+    def __init__(self, query: Query, lease: Grant, now: float, longest_s: float) -> None:
+        self.query = query
+        self.pins = Pins.of(lease)
+        self.pending = lease.pending
+        self.due = now + PAUSE_MIN_S
+        self.problem = ""
+        self._failed = False
+        self._began = self._grew = now
+        self._until = now + longest_s
+
+    @property
+    def ready(self) -> int:
+        """Length of the run that is pinned."""
+        return len(self.pins.offsets) if self.pins is not None else 0
+
+    def rest(self) -> Sequence[bytes]:
+        """What to ask for: what is not held, and the key before it, which the daemon takes for its parent."""
+        return self.query.hashes[max(0, self.ready - 1) :]
+
+    def take(self, lease: Grant, now: float) -> list[Grant]:
+        """Takes the answer for `rest`. Returns the leases that are not needed."""
+        self.pending = lease.pending
+        self.due = now + min(PAUSE_MAX_S, max(PAUSE_MIN_S, (now - self._began) / _PAUSE_PART))
+        pins = self.pins
+        if pins is None:
+            self.pins = Pins.of(lease)
+            if self.pins is not None:
+                self._grew = now
+            return []
+        if lease.generation != pins.generation:
+            self.fail("stale")
+            return [lease]
+        if len(lease.offsets) <= 1:
+            return [lease] if len(lease.offsets) else []
+        self._grew = now
+        self.pins = Pins(
+            pins.generation,
+            np.concatenate((pins.offsets, lease.offsets[1:])),
+            np.concatenate((pins.epochs, lease.epochs[1:])),
+            (*pins.leases, lease),
+        )
+        return []
+
+    def fail(self, problem: str) -> None:
+        """The daemon has not answered. What is held stays good, unless it went with the pool or the session."""
+        self._failed = True
+        if self.pins is None or problem in ("unavailable", "stale"):
+            self.pins, self.problem = None, problem
+
+    def over(self, now: float) -> bool:
+        """Whether there is nothing more to wait for."""
+        return self._failed or not self.pending or now >= min(self._until, self._grew + STALL_S)

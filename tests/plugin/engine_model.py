@@ -1,0 +1,266 @@
+"""A small model of vLLM's scheduler and workers around lookups, stores and the link, with a daemon in memory.
+
+It drives them as the stock connector does: lookups until an answer, a load or a computation, stores of what was
+computed, completions that come late or never, preemption, abort, reset. Loaded bytes are checked.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import random
+
+import numpy as np
+
+from engine_plugin.vllm.link import DaemonLink
+from engine_plugin.vllm.lookups import LoadPlan, Lookups, Verdict, hash_of
+from engine_plugin.vllm.stores import KnownKeys, Store, Stores
+from tests.plugin.fakes import SLOT_BYTES, FakeClient, FakeDaemon
+
+WORKERS = 2
+GROUP = bytes(4)
+
+
+def key_of(chain: int, place: int) -> bytes:
+    return hashlib.sha256(f"{chain}/{place}".encode()).digest() + GROUP
+
+
+def content_of(key: bytes, rank: int) -> np.ndarray:
+    half = SLOT_BYTES // WORKERS
+    return np.frombuffer(hashlib.sha512(hash_of(key) + bytes([rank])).digest()[:half], np.uint8)
+
+
+@dataclasses.dataclass
+class Request:
+    id: str
+    keys: list[bytes]
+    computed: int = 0
+    waited: int = 0
+    state: str = "waiting"
+    load: Load | None = None
+
+
+@dataclasses.dataclass
+class Load:
+    keys: list[bytes]
+    plan: LoadPlan
+    left: int = WORKERS
+    failed: bool = False
+
+
+@dataclasses.dataclass
+class Copy:
+    """One worker's part of a store."""
+
+    store: Store
+    rank: int
+    stale: bool = False
+
+
+class Engine:
+    """The part of an engine that the plugin sees. Time moves by the step."""
+
+    def __init__(self, daemon: FakeDaemon, *, pin: bool = True) -> None:
+        self.time = 100.0
+        self.daemon = daemon
+        self.client = FakeClient(daemon)
+        self.mapped = [self.client.arena] * WORKERS
+        self.link = DaemonLink(self.client, stock_max=24, now=lambda: self.time, threaded=False)
+        known = KnownKeys(lambda: self.time)
+        self.lookups = Lookups(
+            self.link,
+            deadline_s=0.5,
+            now=lambda: self.time,
+            ready_generation=self.ready_generation,
+            on_present=known.add,
+            pin=pin,
+        )
+        self.stores = Stores(
+            self.link,
+            workers=WORKERS,
+            known=known,
+            ready_generation=self.ready_generation,
+            ask_about=self.lookups.ask_about,
+            now=lambda: self.time,
+        )
+        self.requests: dict[str, Request] = {}
+        self.copies: list[Copy] = []
+        self.acks: dict[int, int] = {}
+        self.loaded = 0
+        self.failed = 0
+
+    def ready_generation(self) -> bytes | None:
+        generations = {arena.generation if arena is not None else b"" for arena in self.mapped}
+        return (generations.pop() or None) if len(generations) == 1 else None
+
+    def attach(self) -> None:
+        self.client.attach()
+        self.mapped = [self.client.arena] * WORKERS
+
+    def submit(self, id_: str, keys: list[bytes]) -> Request:
+        self.link.set_busy(True)
+        self.requests[id_] = Request(id_, keys)
+        return self.requests[id_]
+
+    def schedule(self, turn: bool = True) -> None:
+        """One scheduler step."""
+        started = []
+        for request in self.requests.values():
+            if request.state != "waiting":
+                continue
+            hits = 0
+            retry = False
+            for key in request.keys:
+                verdict = self.lookups.lookup(request.id, key)
+                retry |= verdict is Verdict.RETRY
+                hits += verdict is Verdict.HIT
+                if verdict is Verdict.MISS:
+                    break
+            if retry:
+                request.waited += 1
+                continue
+            request.waited = 0
+            if hits:
+                keys = request.keys[:hits]
+                plan = self.lookups.prepare_load(request.id, keys)
+                assert plan is not None, "a promised block must be loadable"
+                request.load = Load(keys, plan)
+                request.state = "loading"
+            else:
+                request.state = "running"
+                started.append(request.id)
+        self.lookups.step_end(started, [])
+        for request in self.requests.values():
+            if request.state == "running" and request.computed < len(request.keys):
+                step = request.keys[request.computed : request.computed + 4]
+                parent = request.keys[request.computed - 1] if request.computed else None
+                request.computed += len(step)
+                store = self.stores.prepare(step, parent)
+                if store is not None:
+                    self.copies += [Copy(store, rank) for rank in range(WORKERS)]
+        self.time += 0.01
+        if turn:
+            self.link.turn()
+
+    def copy_one(self, rng: random.Random) -> None:
+        """A worker finishes its part of some store."""
+        if not self.copies:
+            return
+        copy = self.copies.pop(rng.randrange(len(self.copies)))
+        store, arena = copy.store, self.mapped[copy.rank]
+        good = arena is not None and arena.generation == store.slots.generation and rng.random() < 0.9
+        if good and arena is not None:
+            half = SLOT_BYTES // WORKERS
+            for key, offset in zip(store.keys, store.slots.offsets, strict=True):
+                if arena is self.daemon.arena:
+                    assert int(offset) // SLOT_BYTES in self.daemon.reserved, "a worker writes into a slot of others"
+                arena.slot(int(offset))[copy.rank * half : (copy.rank + 1) * half] = content_of(key, copy.rank)
+        self.stores.report({store.ticket: 1}, () if good else (store.ticket,))
+        self.acks[store.ticket] = self.acks.get(store.ticket, 0) + 1
+        if self.acks[store.ticket] == WORKERS and not copy.stale:
+            self.stores.complete(set(store.keys))
+            if rng.random() < 0.1:
+                self.stores.complete(set(store.keys))  # a completion that comes twice
+
+    def load_one(self, rng: random.Random) -> None:
+        """A worker finishes its part of some load."""
+        loading = [request for request in self.requests.values() if request.load is not None]
+        if not loading:
+            return
+        request = rng.choice(loading)
+        load = request.load
+        assert load is not None
+        rank = WORKERS - load.left
+        arena = self.mapped[rank]
+        if arena is None or arena.generation != load.plan.generation:
+            load.failed = True
+        else:
+            half = SLOT_BYTES // WORKERS
+            parts = [arena.slot(int(o))[rank * half : (rank + 1) * half].copy() for o in load.plan.offsets]
+            if not np.array_equal(arena.epochs_of(load.plan.offsets), load.plan.epochs):
+                load.failed = True
+            else:
+                for key, part in zip(load.keys, parts, strict=True):
+                    assert np.array_equal(part, content_of(key, rank)), "wrong bytes"
+        load.left -= 1
+        if load.left:
+            return
+        if load.failed:
+            self.failed += 1
+            self.lookups.load_failed(request.id)
+        else:
+            self.loaded += len(load.keys)
+            request.computed = len(load.keys)
+        self.lookups.load_done(request.id)
+        request.load = None
+        if request.state == "aborted":
+            del self.requests[request.id]
+            self.link.set_busy(bool(self.requests))
+        else:
+            request.state = "waiting" if load.failed else "running"
+
+    def come_up(self, rng: random.Random) -> None:
+        """The daemon has read one block from disk."""
+        if self.daemon.up and self.daemon.coming:
+            self.daemon.come_up(rng.choice(sorted(self.daemon.coming)))
+
+    def finish(self, request: Request) -> None:
+        self.lookups.finished(request.id)
+        if request.load is not None:
+            request.state = "aborted"  # the load goes on
+        else:
+            del self.requests[request.id]
+        self.link.set_busy(bool(self.requests))
+
+    def preempt(self, request: Request) -> None:
+        if request.state == "running":
+            request.state = "waiting"
+            request.computed = 0
+            self.lookups.step_end([], [request.id])
+
+    def reset(self) -> None:
+        self.lookups.reset()
+        self.stores.reset()
+        self.link.flush()
+        for copy in self.copies:
+            copy.stale = True
+        for request in list(self.requests.values()):
+            if request.load is not None:  # the engine drops its completion, and goes on as after a load
+                request.load = None
+                request.state = "running"
+                request.computed = 0
+
+    def run_out(self, rng: random.Random) -> None:
+        """Everything comes to its end."""
+        self.daemon.silent = False
+        if not self.daemon.up:
+            self.daemon.start()
+        self.attach()
+        for _ in range(400):
+            self.schedule()
+            self.copy_one(rng)
+            self.load_one(rng)
+            self.come_up(rng)
+            for request in list(self.requests.values()):
+                assert request.waited < 120, "a request waits for ever"
+                if request.state == "running" and request.computed >= len(request.keys):
+                    self.finish(request)
+            if not self.requests and not self.copies:
+                break
+        assert not self.requests
+        assert not self.copies
+
+
+def stored(chain: int, count: int, slots: int = 64) -> tuple[FakeDaemon, list[bytes]]:
+    """A daemon with a chain in it."""
+    daemon = FakeDaemon(slots)
+    rng = random.Random(0)
+    engine = Engine(daemon)
+    keys = [key_of(chain, place) for place in range(count)]
+    engine.submit("first", keys)
+    while len(daemon.blocks) < count:
+        engine.schedule()
+        rng.random = lambda: 0.5  # type: ignore[method-assign]  # no copy fails
+        engine.copy_one(rng)
+    engine.link.close()
+    return daemon, keys
