@@ -30,9 +30,6 @@ from rich.table import Table
 from tests.vllm.harness import BLOCK_TOKENS, HERE, Daemon, Engine, wait_until
 
 ANSWER_TOKENS: Final = 16
-#: vLLM hands a store to the connector's worker in the steps after the one that computed it, so an engine that goes idle
-#: with its first token would leave the store to its next request.
-PREFILL_TOKENS: Final = 4
 #: The model has 1,024 tokens, the first two of which are special.
 VOCABULARY: Final = range(2, 1000)
 #: The engines take 4,608 tokens.
@@ -99,7 +96,7 @@ def take_turn(daemon: Daemon, trio: Trio, prompt: list[int], unseen: list[int]) 
     trio.prefill.forget_local()
     trio.decode.forget_local()
     before = daemon.stored_blocks()
-    prefilled = trio.prefill.generate(prompt, max_tokens=PREFILL_TOKENS)[0]
+    prefilled = trio.prefill.generate(prompt, max_tokens=1)[0]
     new_blocks = len(prompt) // BLOCK_TOKENS - prefilled["cached"] // BLOCK_TOKENS
     # Stores go on behind the answer of the prefill engine.
     wait_until(f"{new_blocks} new blocks are stored", lambda: daemon.stored_blocks() >= before + new_blocks)
@@ -108,7 +105,7 @@ def take_turn(daemon: Daemon, trio: Trio, prompt: list[int], unseen: list[int]) 
     loaded_tokens = int(trio.decode.external_hits() - hits)
 
     cold = trio.plain.generate(unseen, max_tokens=1)[0]
-    trio.plain.generate(prompt, max_tokens=PREFILL_TOKENS)
+    trio.plain.generate(prompt, max_tokens=1)
     expected = trio.plain.generate(prompt, max_tokens=ANSWER_TOKENS)[0]["tokens"]
     outcome = Outcome(len(prompt), loaded_tokens, cold["ttft_s"], warm["ttft_s"], warm["tokens"] == expected)
     return outcome, warm["tokens"]

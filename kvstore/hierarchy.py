@@ -120,7 +120,10 @@ class Hierarchy:
         return entry
 
     def adopt_namespaces(self) -> None:
-        """Opens the namespaces that the tiers have blocks of, so that they are shown, listed and flushed."""
+        """Opens the namespaces that the tiers have blocks of, so that they are shown, listed and flushed.
+
+        A tier that is still reading its index knows them later: whoever looks at all namespaces calls this before.
+        """
         for tier in self.transfers.tiers:
             for found in tier.namespaces():
                 with contextlib.suppress(InvalidRequest, LimitExceeded, SizeMismatch):
@@ -134,6 +137,9 @@ class Hierarchy:
             InvalidRequest: it has no such group.
         """
         entry = self.namespaces.get(digest)
+        if entry is None:
+            self.adopt_namespaces()
+            entry = self.namespaces.get(digest)
         if entry is None:
             if len(digest) != DIGEST_BYTES:
                 raise InvalidRequest(f"a namespace digest has {DIGEST_BYTES} bytes, not {len(digest)}")
@@ -479,6 +485,7 @@ class Hierarchy:
         """
         if digest is not None:
             self.keyspace(digest, 0)
+        self.adopt_namespaces()
         with self.transfers.flushing(digest, self._keyspaces(digest)):
             removed = 0
             while step := self.flush(digest, _STEP_BLOCKS):
@@ -527,24 +534,6 @@ class Hierarchy:
     def _keyspaces(self, digest: bytes | None) -> Iterator[Keyspace]:
         for entry in self.namespaces.values() if digest is None else [self.namespaces[digest]]:
             yield from entry.keyspaces
-
-    def list_blocks(self, digest: bytes | None, limit: int) -> tuple[list[Block], int]:
-        """Up to `limit` blocks of a namespace (None: of all) and how many there are.
-
-        Raises:
-            UnknownNamespace: it was never opened in this life of the daemon.
-        """
-        if digest is not None:
-            self.keyspace(digest, 0)
-        listed: list[Block] = []
-        total = 0
-        for keyspace in self._keyspaces(digest):
-            total += len(keyspace.blocks)
-            for block in keyspace.blocks.values():
-                if len(listed) == limit:
-                    break
-                listed.append(block)
-        return listed, total
 
     async def settle(self, timeout_s: float) -> bool:
         """Copies every block down that has no copy below. Returns whether all of it was done in time."""

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Final
 
 from kvstore.blocks import DIGEST_BYTES
-from kvstore.directory import Share
+from kvstore.directory import Keyspace, Share
 from kvstore.hierarchy import Hierarchy
 from kvstore.tier import KEY_PREFIX_BYTES
 
 #: Bytes that are under way at once: enough to keep a disk busy, and little against a pool.
-_PREFETCH_BYTES: Final = 64 << 20
+_UNDER_WAY_BYTES: Final = 64 << 20
 
 
 async def prefetch(hierarchy: Hierarchy, digest: bytes | None, max_bytes: int) -> AsyncIterator[tuple[int, int]]:
@@ -21,33 +21,40 @@ async def prefetch(hierarchy: Hierarchy, digest: bytes | None, max_bytes: int) -
         max_bytes: Of blocks; 0: as much as is free.
 
     Yields:
-        Blocks and bytes so far.
+        Blocks and bytes so far; the last one when all of them have come.
 
     Raises:
         UnknownNamespace: it was never opened in this life of the daemon.
     """
+    hierarchy.adopt_namespaces()
     if digest is not None:
         hierarchy.keyspace(digest, 0)
-    group = Share("kvstore prefetch", 0)
+    share = Share("kvstore prefetch", 0)
+    transfers = hierarchy.transfers
     blocks = size = 0
+    for keyspace, key in _below(hierarchy, digest):
+        if max_bytes and size + keyspace.block_bytes > max_bytes:
+            break
+        while transfers.coming_bytes and transfers.coming_bytes + keyspace.slot_bytes > _UNDER_WAY_BYTES:
+            await transfers.wait_for_some()
+            yield blocks, size
+        if hierarchy.pool.free_bytes < keyspace.slot_bytes or hierarchy.draining:
+            break
+        # The world may have changed while it waited: promote() looks again, and brings nothing that is there.
+        if await transfers.promote(share, keyspace, [key], None, chained=False):
+            blocks, size = blocks + 1, size + keyspace.block_bytes
+    while transfers.coming_bytes:
+        await transfers.wait_for_some()
+    yield blocks, size
+
+
+def _below(hierarchy: Hierarchy, digest: bytes | None) -> Iterator[tuple[Keyspace, bytes]]:
+    """What the tiers below have and the pool has not."""
     for tier in hierarchy.transfers.tiers:
-        for name, block_bytes in tier.scan(digest):
+        for name, _ in tier.scan(digest):
             entry = hierarchy.namespaces.get(name[:DIGEST_BYTES])
             kv_group = int.from_bytes(name[DIGEST_BYTES:KEY_PREFIX_BYTES], "big")
-            if entry is None or kv_group >= len(entry.keyspaces):
-                continue
-            keyspace, key = entry.keyspaces[kv_group], name[KEY_PREFIX_BYTES:]
-            if key in keyspace.blocks or key in keyspace.coming:
-                continue
-            if max_bytes and size + block_bytes > max_bytes:
-                return
-            while hierarchy.transfers.coming_bytes + keyspace.slot_bytes > _PREFETCH_BYTES:
-                await hierarchy.transfers.wait_for_some()
-                yield blocks, size
-            if hierarchy.pool.free_bytes < keyspace.slot_bytes or hierarchy.draining:
-                return
-            if await hierarchy.transfers.promote(group, keyspace, [key], None, chained=False):
-                blocks, size = blocks + 1, size + block_bytes
-    while hierarchy.transfers.coming_bytes:
-        await hierarchy.transfers.wait_for_some()
-    yield blocks, size
+            if entry is not None and kv_group < len(entry.keyspaces):
+                keyspace, key = entry.keyspaces[kv_group], name[KEY_PREFIX_BYTES:]
+                if key not in keyspace.blocks and key not in keyspace.coming:
+                    yield keyspace, key

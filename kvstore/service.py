@@ -19,6 +19,7 @@ from kvstore.directory import Keyspace
 from kvstore.errors import AccessDenied, InvalidRequest, KVStoreError, LimitExceeded
 from kvstore.hierarchy import Hierarchy
 from kvstore.leases import Lease, Session
+from kvstore.listing import list_blocks
 from kvstore.pool import Shortfall
 from kvstore.prefetch import prefetch
 from kvstore.wire.convert import ERROR_KEY, TOKEN_KEY, status_of, unpack_offsets
@@ -348,17 +349,17 @@ class AdminService(_Servicer, admin_pb2_grpc.AdminServicer):
 
     @_method
     async def List(self, request: admin_pb2.ListRequest, context: Any) -> Any:
-        blocks, total = self._hierarchy.list_blocks(_digest(request.namespace), min(request.limit, _LIST_MAX))
+        blocks, total = list_blocks(self._hierarchy, _digest(request.namespace), min(request.limit, _LIST_MAX))
         return admin_pb2.ListReply(
             total=total,
             blocks=[
                 admin_pb2.ListedBlock(
-                    namespace=block.keyspace.namespace.digest,
-                    group=block.keyspace.kv_group,
+                    namespace=block.digest,
+                    group=block.kv_group,
                     key=block.key,
-                    size_bytes=block.keyspace.block_bytes,
+                    size_bytes=block.size_bytes,
                     pins=block.pins,
-                    tiers=["cpu"],
+                    tiers=block.tiers,
                 )
                 for block in blocks
             ],

@@ -12,6 +12,7 @@ Stats = dict[str, Any]
 
 def hierarchy_stats(hierarchy: Hierarchy) -> Stats:
     """What the hierarchy knows. On its thread; cheap but for `namespaces`, which grows with their number."""
+    hierarchy.adopt_namespaces()
     sessions = [
         {
             "id": session.id.hex()[:12],

@@ -22,7 +22,7 @@ import dataclasses
 import logging
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
@@ -125,7 +125,7 @@ class DaemonLink:
         self._retry: list[tuple[bytes, np.ndarray]] = []  # owned by the thread: aborts that got no answer
         self._retry_releases: list[Grant] = []  # likewise
         self._coming: list[Coming] = []  # likewise
-        self._replies: deque[Reply] = deque()
+        self._replies: list[Reply] = []
         self._stock = SlotStock(stock_max, now)
         self._broken_until = 0.0
         self._flushes_wanted = 0
@@ -160,10 +160,9 @@ class DaemonLink:
 
     def replies(self) -> list[Reply]:
         """Takes the replies that have come in."""
-        self._answered.clear()
-        found = []
-        while self._replies:
-            found.append(self._replies.popleft())
+        with self._lock:
+            self._answered.clear()
+            found, self._replies = self._replies, []
         return found
 
     def wait_answer(self, timeout_s: float) -> None:
@@ -206,11 +205,13 @@ class DaemonLink:
             self._wake.notify()
 
     def forget(self, query: Query) -> None:
-        """Nobody waits for the answer any more: what has come up for it is given back behind."""
-        query.wanted = False
-        if query.coming:
-            with self._lock:
-                self._wake.notify()
+        """Nobody waits for the answer any more: what is pinned for it is given back behind, now or when it comes in."""
+        with self._lock:
+            query.wanted = False
+            here, self._replies = self._replies, []
+            for reply in here:
+                self._keep(reply)
+            self._wake.notify()
 
     def flush(self) -> None:
         """Forgets every block of the namespace, and what waits to be published. Until that has succeeded nothing can
@@ -380,8 +381,17 @@ class DaemonLink:
         if replies:
             if not all(reply.problem for reply in replies):
                 self._broken_until = 0.0
-            self._replies.extend(replies)
-            self._answered.set()
+            with self._lock:
+                for reply in replies:
+                    self._keep(reply)
+                self._answered.set()
+
+    def _keep(self, reply: Reply) -> None:
+        """With the lock: keeps a reply for who waits for it; nobody else would take it."""
+        if reply.query.wanted:
+            self._replies.append(reply)
+        elif reply.pins is not None:
+            self._work.releases += reply.pins.leases
 
     def _do_commit(self, commit: Commit) -> None:
         arguments = (commit.generation, commit.offsets, commit.hashes)

@@ -34,6 +34,9 @@ ANSWERS_MAX: Final = 64
 ASIDE_S: Final = 10.0
 #: Copies that a load found damaged or gone; they are not promised again.
 DISTRUSTED_MAX: Final = 65_536
+#: Steps that an answer waits for the workers to report that they have mapped its pool: reports come with steps, and an
+#: engine that had nothing to do while the daemon was restarted has made none.
+REPORT_STEPS: Final = 3
 
 
 class Verdict(enum.Enum):
@@ -105,6 +108,8 @@ class Lookups:
         self._holders: set[str] = set()  # requests that have asked or hold pins, and whose load has not begun
         self._distrusted: OrderedDict[bytes, tuple[bytes, int, int]] = OrderedDict()
         self._replies_taken = False
+        self._early: dict[Query, tuple[Reply, int]] = {}  # answers that wait for workers, and since which step
+        self._steps = 0
         self.counts: Counter[tuple[str, str]] = Counter()
 
     # -- the engine asks -----------------------------------------------------------------------------------------------
@@ -163,6 +168,7 @@ class Lookups:
 
     def step_end(self, started: Iterable[str], preempted: Iterable[str]) -> None:
         """Ships what the step has gathered; drops answers of requests that have begun to run or were preempted."""
+        self._steps += 1
         self._replies_taken = False
         for req_id in (*started, *preempted):
             request = self._requests.get(req_id)
@@ -193,31 +199,34 @@ class Lookups:
         if self._replies_taken:
             return
         self._replies_taken = True
-        for reply in self._link.replies():
+        for reply in [*(reply for reply, _ in self._early.values()), *self._link.replies()]:
             aside = self._asides.pop(reply.query, None)
             if aside is not None:
                 if reply.available:
                     self._on_present(aside[: reply.available], reply.generation)
                 continue
-            req_id = self._by_query.pop(reply.query, None)
-            request = self._requests.get(req_id) if req_id is not None else None
-            if req_id is None or request is None or request.query is not reply.query:
-                if reply.pins is not None:
-                    self._link.release([reply.pins])  # nobody waits for it any more
-                continue
-            self._answer(req_id, request, reply)
+            req_id = self._by_query.get(reply.query)
+            if req_id is not None and not self._too_early(reply):
+                self._early.pop(reply.query, None)
+                del self._by_query[reply.query]
+                self._answer(req_id, self._requests[req_id], reply)
         if not self._by_query:
             return
         now = self._now()
-        late = [query for query in self._by_query if query.deadline <= now]
+        late = [query for query in self._by_query if query.deadline <= now and query not in self._early]
         for query in late:
             req_id = self._by_query.pop(query)
             self._link.forget(query)
-            request = self._requests.get(req_id)
-            if request is not None and request.query is query:
-                self._refuse(req_id, request, "silent")
+            self._refuse(req_id, self._requests[req_id], "silent")
         if late:
             self._link.note_silence()
+
+    def _too_early(self, reply: Reply) -> bool:
+        """Whether the workers may still be about to report that they have mapped the pool that an answer is about."""
+        if reply.pins is None or reply.pins.generation == self._ready_generation():
+            return False
+        _, since = self._early.setdefault(reply.query, (reply, self._steps))
+        return self._steps - since < REPORT_STEPS
 
     def _answer(self, req_id: str, request: _Request, reply: Reply) -> None:
         if reply.problem:
@@ -324,7 +333,10 @@ class Lookups:
             self._link.release([request.pins])
         if request.query is not None:
             self._by_query.pop(request.query, None)
-            self._link.forget(request.query)  # a reply that is on its way is released when it comes
+            self._link.forget(request.query)
+            early = self._early.pop(request.query, None)
+            if early is not None and early[0].pins is not None:
+                self._link.release([early[0].pins])
         self._holders.discard(req_id)
         request.pins = request.query = None
         del self._requests[req_id]

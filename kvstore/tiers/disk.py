@@ -68,7 +68,7 @@ class DiskTier(Tier):
         *,
         name: str = "disk",
         read_threads: int = 4,
-        write_threads: int = 2,
+        write_threads: int = 4,
         read_queue_blocks: int = 65536,
         write_queue_bytes: int = 256 << 20,
         commit_interval_s: float = 0.05,

@@ -61,9 +61,8 @@ async def run_batch(
     runs = plan_runs([fd for fd, _ in files], [stride for _, stride in files], pieces)
     jobs: list[tuple[Job[Results], list[int]]] = []
     for dealt in deal_runs(runs, lanes, JOB_BYTES_MIN, JOB_BYTES_MAX):
-        size_bytes = sum(run.size_bytes for run in dealt)
         places = [piece.place for run in dealt for piece in run.pieces]
-        jobs.append((threads.submit(lane, functools.partial(call, dealt), size_bytes), places))
+        jobs.append((threads.submit(lane, functools.partial(call, dealt)), places))
     cancelled = await _until([job for job, _ in jobs], threads, deadline)
     # A deadline that was short says nothing about the medium: what a thread has begun may end.
     begun = [job for job, _ in jobs if not job.future.done() and not threads.withdraw(job)]

@@ -185,7 +185,8 @@ class Committer:
             return False
         self._committed = max(self._committed, taken.upto)
         self.rounds += 1
-        for slab, extent in taken.freed:
+        # The next one is the last one, so that neighbours are given out one after the other, upwards.
+        for slab, extent in sorted(taken.freed, key=lambda place: (place[0].number, place[1]), reverse=True):
             self._books.free(slab, extent)
         return not failed
 

@@ -39,7 +39,6 @@ class Room:
     """See the module.
 
     Attributes:
-        evicted: Blocks that left to make room.
         stolen: Slabs that went from one class to another.
         prewritten_bytes: How much was written ahead.
         grow_fault: Why no slab could be added the last time; 0 where one could.
@@ -69,7 +68,6 @@ class Room:
         #: Slabs that are given up and wait for their last reader.
         self._leaving: list[Slab] = []
         self._zeros = aligned_memory(_PREWRITE_BYTES)
-        self.evicted = 0
         self.stolen = 0
         self.prewritten_bytes = 0
         self.grow_fault = 0
@@ -112,7 +110,7 @@ class Room:
         cold = self._books.slab_to_steal(kind)
         if cold is not None:
             self.stolen += 1
-            self.evicted += await self.give_up(cold)
+            await self.give_up(cold)
             await self.remove_leaving()
             return cold not in self._leaving  # else: somebody reads it, and another one would not be faster
         share = sum(slab.extents for slab in kind.slabs.values()) // _EVICT_SHARE
@@ -120,7 +118,6 @@ class Room:
         for entry in leaving:
             self._forgotten(entry)
             self._committer.removed(entry)
-        self.evicted += len(leaving)
         # Also where nothing was evicted: extents may be waiting for the index only.
         waiting = bool(leaving) or self._committer.pending > 0
         return waiting and await self._committer.flush()
@@ -167,8 +164,8 @@ class Room:
         else:
             self._books.add_slab(done.result())
 
-    async def give_up(self, slab: Slab) -> int:
-        """Forgets all that lies in a slab, then has it removed. How many blocks that were."""
+    async def give_up(self, slab: Slab) -> None:
+        """Forgets all that lies in a slab, then has it removed."""
         lost = self._books.drop_slab(slab)
         for entry in lost:
             self._forgotten(entry)
@@ -176,7 +173,6 @@ class Room:
         self._leaving.append(slab)
         # Also where nothing was lost: a round that runs may be about to sync the file.
         await self._committer.flush()
-        return len(lost)
 
     async def remove_leaving(self) -> None:
         """Removes the slabs that were given up and that nobody reads any more.

@@ -23,7 +23,6 @@ _COUNTERS = (
     "throttled",
     "no_room",
     "damaged",
-    "evicted",
     "evicted_bytes",
     "index_dropped",
 )
@@ -61,7 +60,7 @@ def tier_stats(tier: DiskTier) -> dict[str, Any]:
         "fault": fault.describe() if fault else None,
         "faults": dict(tier.health.faults),
         "growth_blocked": errno.errorcode.get(room.grow_fault, "") if room else "",
-        "evictions": room.evicted if room else 0,
+        "evictions": tier.counts["evicted"],
         "slab_moves": room.stolen if room else 0,
         "commits": committer.rounds if committer else 0,
         "uncommitted": committer.pending if committer else 0,

@@ -29,12 +29,11 @@ class Lane(enum.Enum):
 class Job(Generic[R]):
     """One call on a thread. Its future is done on the loop, also when it was withdrawn (cancelled)."""
 
-    __slots__ = ("call", "future", "lane", "size_bytes", "started")
+    __slots__ = ("call", "future", "lane", "started")
 
-    def __init__(self, lane: Lane, call: Callable[[], R], size_bytes: int, future: asyncio.Future[R]) -> None:
+    def __init__(self, lane: Lane, call: Callable[[], R], future: asyncio.Future[R]) -> None:
         self.lane = lane
         self.call = call
-        self.size_bytes = size_bytes
         self.future = future
         self.started = False
 
@@ -47,9 +46,8 @@ class IoThreads:
         self._lock = threading.Lock()
         self._wake = {lane: threading.Condition(self._lock) for lane in Lane}
         self._queues: dict[Lane, collections.deque[Job[Any]]] = {lane: collections.deque() for lane in Lane}
-        #: Jobs that were not finished yet, and their bytes: queued and running ones. Owned by the loop.
+        #: Jobs that are not finished: queued and running ones. Owned by the loop.
         self.depth: dict[Lane, int] = dict.fromkeys(Lane, 0)
-        self.depth_bytes: dict[Lane, int] = dict.fromkeys(Lane, 0)
         self._done: collections.deque[tuple[Job[Any], Any, BaseException | None]] = collections.deque()
         self._closing = False
         self._threads = [
@@ -60,11 +58,10 @@ class IoThreads:
         for thread in self._threads:
             thread.start()
 
-    def submit(self, lane: Lane, call: Callable[[], R], size_bytes: int = 0) -> Job[R]:
+    def submit(self, lane: Lane, call: Callable[[], R]) -> Job[R]:
         """Queues a call. Loop only."""
-        job = Job(lane, call, size_bytes, self._loop.create_future())
+        job = Job(lane, call, self._loop.create_future())
         self.depth[lane] += 1
-        self.depth_bytes[lane] += size_bytes
         with self._lock:
             self._queues[lane].append(job)
             self._wake[lane].notify()
@@ -98,7 +95,6 @@ class IoThreads:
 
     def _settle(self, job: Job[Any]) -> None:
         self.depth[job.lane] -= 1
-        self.depth_bytes[job.lane] -= job.size_bytes
 
     def _let_writers_go(self) -> None:
         if not self._queues[Lane.READ]:

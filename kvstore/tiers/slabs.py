@@ -9,7 +9,7 @@ by one thread.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 from kvstore.policy import LruPolicy, Ticker
@@ -341,7 +341,3 @@ class Books:
             if not entry.slab.in_flight:
                 votes[entry.slab.number] = votes.get(entry.slab.number, 0) + 1
         return kind.slabs[max(votes, key=lambda number: votes[number])] if votes else None
-
-    def entries_of(self, prefix: bytes) -> Iterator[Entry]:
-        """Entries whose name starts with a prefix. A snapshot."""
-        return iter([entry for key, entry in self.index.items() if key.startswith(prefix)])

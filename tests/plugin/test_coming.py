@@ -77,6 +77,21 @@ def test_waiting_longer_than_a_verdict_may_take_is_no_silence() -> None:
     assert load(engine, request) == 8
 
 
+def test_an_answer_in_the_last_moment_is_a_sign_of_life() -> None:
+    daemon, keys = stored(1, 4)
+    for key in keys:
+        daemon.copy_down(hash_of(key))
+        daemon.evict(hash_of(key))
+    engine = Engine(daemon)
+    request = engine.submit("request", keys)
+    for _ in range(int(DEADLINE_S / STEP_S) - 1):
+        engine.schedule(turn=False)
+    engine.link.turn()
+    for _ in range(int(DEADLINE_S / STEP_S) - 5):
+        engine.schedule(turn=False)
+        assert request.state == "waiting"
+
+
 def test_a_prefix_larger_than_what_comes_up_at_a_time_comes_in_pieces_that_stay_pinned() -> None:
     daemon, engine, request = on_disk(12, ready=1, coming_max=3)
     pieces = 0
@@ -198,6 +213,8 @@ def test_pins_of_an_earlier_life_are_not_mixed_with_new_ones() -> None:
     daemon, engine, request = on_disk(8, ready=3)
     daemon.die()
     daemon.start()
+    daemon.promote([hash_of(key) for key in request.keys])
+    come_up(daemon)
     engine.attach()
     assert steps(engine, request, 6) < 6
     assert request.state == "running"

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from engine_plugin.vllm.link import BREAK_S
-from engine_plugin.vllm.lookups import ANSWERS_MAX, Verdict, hash_of
+from engine_plugin.vllm.lookups import ANSWERS_MAX, REPORT_STEPS, Verdict, hash_of
 from engine_plugin.vllm.stock import STOCK_BASE, STOCK_IDLE_S, STOCK_UNUSED_S
 from engine_plugin.vllm.stores import KNOWN_S, REPORTS_S
 from tests.plugin.engine_model import GROUP, WORKERS, Engine, Request, content_of, key_of, stored
@@ -188,6 +188,55 @@ def test_an_answer_that_comes_too_late_is_given_back() -> None:
     assert daemon.leases
     engine.finish(engine.requests["request"])
     engine.schedule()
+    engine.link.turn()
+    assert not daemon.leases
+
+
+def test_an_answer_that_came_before_its_request_ended_is_given_back_without_a_further_step() -> None:
+    daemon, keys = stored(5, 4)
+    engine = Engine(daemon)
+    engine.submit("request", keys)
+    engine.schedule()
+    assert daemon.leases
+    engine.finish(engine.requests["request"])
+    engine.link.turn()
+    assert not daemon.leases
+
+
+def test_workers_that_have_attached_and_not_said_so_yet_cost_no_miss() -> None:
+    """An engine without requests makes no steps, and so hears nothing of its workers while the daemon is restarted."""
+    daemon, keys = stored(5, 4)
+    for key in keys:
+        daemon.copy_down(hash_of(key))
+    engine = Engine(daemon)
+    daemon.die()
+    daemon.start()
+    daemon.promote([hash_of(key) for key in keys])
+    for key in list(daemon.coming):
+        daemon.come_up(key)
+    engine.client.attach()
+    request = engine.submit("request", keys)
+    engine.schedule()
+    engine.schedule()
+    assert request.state == "waiting"
+    engine.attach()  # the report of the first step has come in
+    engine.schedule()
+    assert request.state == "loading"
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_workers_that_do_not_attach_cost_a_few_steps(ends: bool) -> None:
+    daemon, keys = stored(5, 4)
+    engine = Engine(daemon)
+    engine.mapped = [None] * WORKERS
+    request = engine.submit("request", keys)
+    for _ in range(2 if ends else REPORT_STEPS + 2):
+        engine.schedule()
+    if ends:
+        engine.finish(request)
+    else:
+        assert request.state == "running"
+        assert engine.lookups.counts["misses", "worker_detached"] == 4
     engine.link.turn()
     assert not daemon.leases
 

@@ -1,13 +1,18 @@
 from __future__ import annotations
 
+import dataclasses
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from engine_plugin.vllm import compat
 from engine_plugin.vllm.guard import RateLimitedLog, guarded
-from engine_plugin.vllm.settings import PluginSettings, parse_settings
+from engine_plugin.vllm.settings import OWN_KEYS, PREFIX, PluginSettings, parse_settings
 from kvstore.errors import ConfigError
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "vllm.md"
 
 
 def test_native_keys_and_ours() -> None:
@@ -43,6 +48,17 @@ def test_native_keys_and_ours() -> None:
 def test_what_cannot_be_is_refused(extra: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         parse_settings(extra)
+
+
+def test_the_documented_keys_are_those_that_exist() -> None:
+    table = dict(re.findall(r"^\| `([\w.]+)` \| ([^|]+) \|", DOCUMENT.read_text(), re.MULTILINE))
+    documented = {key.removeprefix(PREFIX): default for key, default in table.items() if key.startswith(PREFIX)}
+    assert set(documented) == set(OWN_KEYS)
+    for field in dataclasses.fields(PluginSettings):
+        if field.type == "bool":
+            assert documented[field.name] == str(field.default).lower()
+        elif field.type == "float":
+            assert float(documented[field.name]) == field.default
 
 
 @pytest.mark.parametrize("version", ["0.32.0", "0.32.1+cpu", "0.33.0"])

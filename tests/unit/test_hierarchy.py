@@ -212,6 +212,18 @@ def test_a_size_whose_blocks_are_all_pinned_gets_room_from_younger_ones_of_anoth
     pool.check()
 
 
+def test_a_segment_in_which_somebody_writes_is_not_emptied_for_another_size(pool: Pool) -> None:
+    session, arena = pool.attach(), pool.hierarchy.arena
+    small, large = pool.space(64 << 10), pool.space(5 * MIB, model="large")
+    offsets = pool.hierarchy.reserve(session, small, 10_000).offsets
+    kept = {arena.segment_of(offset).base: offset for offset in offsets}
+    filled = [offset for offset in offsets if offset not in kept.values()]
+    pool.hierarchy.commit(session, small, filled, keys(len(filled)))
+    assert pool.hierarchy.reserve(session, large, 1).shortfall is Shortfall.PINNED
+    assert len(small.blocks) == len(filled) > 100
+    pool.check()
+
+
 def test_a_block_that_can_never_fit_is_told_so(pool: Pool) -> None:
     session = pool.attach()
     got = pool.hierarchy.reserve(session, pool.space(33 * MIB), 1)

@@ -5,6 +5,7 @@ Skipped as a whole where vLLM's CPU build is not installed (`make test-vllm` ins
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import subprocess
 import sys
@@ -19,6 +20,8 @@ from tests.vllm.harness import HERE, Daemon, Engine
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     missing = importlib.util.find_spec("vllm") is None
+    if not missing and "kvstore" not in importlib.metadata.entry_points(group="vllm.general_plugins").names:
+        raise pytest.UsageError("vLLM does not find kvstore's plugin: pip install --no-deps --editable . beside vLLM")
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.vllm)

@@ -52,15 +52,16 @@ def wait_until(what: str, holds: Callable[[], Any], timeout_s: float = 30.0) -> 
 class Daemon:
     """A kvstore daemon on a socket of its own."""
 
-    def __init__(self, folder: Path, cpu_bytes: int = 1_000_000_000) -> None:
+    def __init__(self, folder: Path, cpu_bytes: int = 1_000_000_000, disk_bytes: int = 0) -> None:
         self.endpoint = f"unix:{folder}/kvstore.sock"
         self.cpu_bytes = cpu_bytes
+        self.disk = ["--disk-dir", str(folder / "disk"), "--disk-bytes", str(disk_bytes)] if disk_bytes else []
         self.log = folder / "daemon.log"
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         command = [sys.executable, "-m", "kvstore", "serve", "--cpu-bytes", str(self.cpu_bytes)]
-        command += ["--block-size", str(BLOCK_TOKENS), "--listen", self.endpoint]
+        command += ["--block-size", str(BLOCK_TOKENS), "--listen", self.endpoint, *self.disk]
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
         wait_until("the daemon answers", self.stats)
@@ -83,11 +84,22 @@ class Daemon:
         with kvstore.connect(self.endpoint, client_name="test", timeout_s=2) as client:
             return client.stats()
 
+    def sessions_of(self, name: str) -> list[dict[str, Any]]:
+        """Those whose name begins so."""
+        return [session for session in self.stats()["sessions"] if session["name"].startswith(name)]
+
     def stored_blocks(self) -> int:
         return int(self.stats()["tiers"][0]["blocks"])
 
     def wait_stored(self, blocks: int) -> None:
         wait_until(f"{blocks} blocks are stored", lambda: self.stored_blocks() >= blocks)
+
+    def wait_on_disk(self, blocks: int) -> None:
+        def are_there() -> bool:
+            disk = self.stats()["tiers"][1]
+            return bool(disk["blocks"] >= blocks and not disk["uncommitted"])
+
+        wait_until(f"{blocks} blocks are on disk", are_there)
 
 
 class Engine:

@@ -60,6 +60,12 @@ def test_autostart_with_vllms_usual_processes(
         hits = engine.external_hits()
         assert engine.generate(prompt(34))[0]["tokens"] == answers(prompt(34))
         assert engine.external_hits() - hits == BLOCKS * BLOCK_TOKENS
+
+        # This prompt's first token is its last, and no request follows: the engine ends its stores by itself.
+        before = daemon.stored_blocks()
+        engine.generate(prompt(35), max_tokens=1)
+        daemon.wait_stored(before + BLOCKS)
+
         engine.stop()
         wait_until(
             "the engine's sessions have ended",
