@@ -79,22 +79,44 @@ class DiskIndex:
             raise IndexDamaged("the file was replaced or cut off")
 
     def _opened(self) -> Any:
+        """Opens it with a map of map_bytes, or of as much as there is address space for (ulimit -v)."""
         while True:
             try:
-                return lmdb.open(
-                    str(self._folder),
-                    map_size=self.map_bytes,
-                    lock=False,
-                    readahead=False,
-                    meminit=True,  # no bytes of this process's heap in a file
-                    max_dbs=0,
-                    mode=0o600,
-                )
-            except (lmdb.MemoryError, MemoryError, OSError, lmdb.Error) as error:
-                # A limit on the address space (ulimit -v) refuses a large map; a smaller one grows when it is full.
+                return self._mapped(self.map_bytes)
+            except (MemoryError, OSError, lmdb.Error) as error:
                 if _errno_of(error) != errno.ENOMEM or self.map_bytes <= _MAP_BYTES_MIN:
                     raise _translated(error) from error
-                self.map_bytes = max(_MAP_BYTES_MIN, self.map_bytes // 4)
+                self.map_bytes = max(_MAP_BYTES_MIN, self.map_bytes // 4)  # it grows when it is full
+
+    def _mapped(self, map_bytes: int) -> Any:
+        return lmdb.open(
+            str(self._folder),
+            map_size=map_bytes,
+            lock=False,
+            readahead=False,
+            meminit=True,  # no bytes of this process's heap in a file
+            max_dbs=0,
+            mode=0o600,
+        )
+
+    def _grow(self) -> None:
+        """Maps more. Opened anew, since LMDB is left without a map where it cannot have a larger one.
+
+        Raises:
+            OSError: there is no address space for more; the index is as it was.
+        """
+        before = self.map_bytes
+        self._env.close()
+        for larger in (2 * before, before + before // 4, before + _MAP_BYTES_MIN):
+            try:
+                self._env = self._mapped(larger)
+                self.map_bytes = larger
+                return
+            except (MemoryError, OSError, lmdb.Error) as error:
+                if _errno_of(error) != errno.ENOMEM:
+                    raise _translated(error) from error
+        self._env = self._opened()
+        raise OSError(errno.ENOMEM, f"index: no address space for a map of more than {before} bytes")
 
     def load(self) -> Iterator[Columns]:
         """Names of blocks, and their RECORDs, some thousands at a time."""
@@ -149,10 +171,7 @@ class DiskIndex:
                 self._note_file()
                 return
             except lmdb.MapFullError:
-                # Nothing else is open, so the map may grow.
-                self.map_bytes *= 2
-                with _translating():
-                    self._env.set_mapsize(self.map_bytes)
+                self._grow()  # nothing else is open
             except lmdb.Error as error:
                 raise _translated(error) from error
 

@@ -6,11 +6,13 @@ Nothing here raises for a fault of the server: the piece's answer holds it, besi
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, Generic, TypeVar
 
 import xxhash
 from redis.exceptions import MovedError, ResponseError
+from redis.exceptions import TimeoutError as NoAnswer
 
 from kvstore.tier import ReadOutcome, WriteOutcome
 from kvstore.tiers.redis_health import Fault
@@ -29,7 +31,7 @@ from kvstore.tiers.redis_value import (
     part_count,
     seal_of,
 )
-from kvstore.tiers.redis_wire import Piece, Pipe, pack
+from kvstore.tiers.redis_wire import OutOfTime, Piece, Pipe, pack
 
 T = TypeVar("T")
 #: Bytes and values that a reader has asked for and not got yet: the server keeps a copy of each until it is taken.
@@ -47,20 +49,22 @@ class Answer(Generic[T]):
 
     Attributes:
         outcomes: One for each block.
+        done: The work was done to its end; otherwise outcomes are what was reached, or what they began as.
         fault: What went wrong with the server, if anything did.
         elsewhere: Places of blocks that another node holds.
         full: What the server said when it had no memory; empty otherwise.
-        spoiled: Places of blocks whose values are wrong and could not be removed.
+        spoiled: Names of blocks whose values are wrong and could not be removed.
     """
 
     outcomes: list[T]
+    done: bool = False
     fault: Fault | None = None
     elsewhere: list[int] = dataclasses.field(default_factory=list)
     full: str = ""
-    spoiled: list[int] = dataclasses.field(default_factory=list)
+    spoiled: list[bytes] = dataclasses.field(default_factory=list)
 
 
-class _Refused(Exception):
+class Refused(Exception):
     """The server answers, but not for us. The connection is in order, and is closed all the same: it may be a server
     that has lost its place.
     """
@@ -125,10 +129,24 @@ class Calls:
         self._expiry: tuple[bytes, ...] = () if ttl_s is None else (b"EX", b"%d" % ttl_s)
         self._stall_s = stall_s
 
-    def on(self, turn: Turn, node: str, until: float, answer: Answer[T], work: Callable[[Pipe], None]) -> Answer[T]:
-        """Runs work over a connection to a node. Whatever happens to it is in the answer."""
-        if not self._may_ask(node):
+    def on(
+        self,
+        turn: Turn,
+        node: str,
+        until: float,
+        answer: Answer[T],
+        work: Callable[[Pipe], None],
+        *,
+        anyway: bool = False,
+    ) -> Answer[T]:
+        """Runs work over a connection to a node. Whatever happens to it is in the answer.
+
+        Args:
+            anyway: Also where the node was given up.
+        """
+        if not anyway and not self._may_ask(node):
             return answer
+        begun = time.monotonic()
         try:
             with self._servers.connection(node) as connection:
                 pipe = Pipe(connection, until, self._stall_s, self._progress.note)
@@ -137,13 +155,19 @@ class Calls:
                 try:
                     work(pipe)
                     if not pipe.values.drained:
-                        raise _Refused("the server said more than it was asked for")
+                        raise Refused("the server said more than it was asked for")
+                    answer.done = True
                 finally:
                     turn.end()
+        except OutOfTime:
+            pass
         except Exception as error:
-            # A socket that was shut down under the thread says nothing about the server.
-            if not turn.abandoned:
-                answer.fault = fault_of(error.__cause__ or error, self._address)
+            # A socket that was shut down under the thread says nothing about the server, nor does one that was given
+            # hardly any time.
+            hasty = isinstance(error, NoAnswer | TimeoutError) and time.monotonic() - begun < self._stall_s / 2
+            if not turn.abandoned and not hasty:
+                cause = error.__cause__ if isinstance(error, Refused) else None
+                answer.fault = fault_of(cause or error, self._address)
         return answer
 
     # -- is it there -------------------------------------------------------------------------------------------------
@@ -197,7 +221,7 @@ class Calls:
         """What an error reply means for a block. Returns whether it says that the key holds something foreign.
 
         Raises:
-            _Refused: it is about the server.
+            Refused: it is about the server.
         """
         if is_elsewhere(reply):
             answer.elsewhere.append(place)
@@ -205,7 +229,7 @@ class Calls:
                 self._servers.moved(reply)
             return False
         if is_refusal(reply):
-            raise _Refused from reply
+            raise Refused from reply
         return str(reply).startswith("WRONGTYPE")
 
     # -- out ---------------------------------------------------------------------------------------------------------
@@ -245,7 +269,7 @@ class Calls:
                 if remove:
                     spoiled.append(place)
         if spoiled:
-            answer.spoiled = spoiled
+            answer.spoiled = [readings[place].name for place in spoiled]
             self._remove(pipe, [(readings[place].name, part_count(readings[place].size)) for place in spoiled])
             answer.spoiled = []
 
@@ -311,7 +335,8 @@ class Calls:
         at = 0
         while at < len(places):
             # The server answers each only when it has it all: a window, so that answers don't pile up unread.
-            sending, size = [], 0
+            sending: list[int] = []
+            size = 0
             while at < len(places) and (not sending or (size < _WINDOW_BYTES and len(sending) < _WINDOW_VALUES)):
                 sending.append(places[at])
                 size += blocks[places[at]][1].nbytes

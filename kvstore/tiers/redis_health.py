@@ -69,6 +69,10 @@ class Breaker:
         if not self.open:
             self._failures = 0
 
+    def probe_now(self) -> None:
+        """The next probe is due at once."""
+        self._probe_at = self._clock.monotonic()
+
     def probe_due(self) -> bool:
         """Whether to look now. The next time is set at once, later and later."""
         if not self.open or self._clock.monotonic() < self._probe_at:

@@ -45,6 +45,11 @@ from kvstore.tiers.redis_wire import BulkParser
 
 #: Of the Redis protocol: what all servers and Sentinels speak.
 _PROTOCOL: Final = 2
+# Without types, or with such as don't fit what is passed on.
+_Node: Any = ClusterNode
+_Pool: Any = ConnectionPool
+_Sentinel: Any = Sentinel
+_SentinelPool: Any = SentinelConnectionPool
 
 
 class NoNode(Exception):
@@ -196,7 +201,7 @@ class Cluster(Servers):
         with self._lock:
             if self._manager is None:
                 self._manager = NodesManager(
-                    startup_nodes=[ClusterNode(host, port) for host, port in self._hosts],
+                    startup_nodes=[_Node(host, port) for host, port in self._hosts],
                     from_url=True,
                     require_full_coverage=False,
                     **self._settings,
@@ -246,8 +251,8 @@ def make_servers(address: RedisAddress, timeout_s: float, connections: int) -> S
         return Cluster(address.hosts, settings | {"connection_class": SSLConnection if address.tls else Connection})
     if address.kind is Kind.SENTINEL:
         sentinel_settings = address.sentinel_login | common | once | ({"ssl": True} if address.tls else {})
-        sentinel = Sentinel(list(address.hosts), sentinel_kwargs=sentinel_settings)  # type: ignore[no-untyped-call]
-        pool = SentinelConnectionPool(  # type: ignore[no-untyped-call]
+        sentinel = _Sentinel(list(address.hosts), sentinel_kwargs=sentinel_settings)
+        pool = _SentinelPool(
             address.service,
             sentinel,
             connection_class=SentinelManagedSSLConnection if address.tls else SentinelManagedConnection,
@@ -257,8 +262,8 @@ def make_servers(address: RedisAddress, timeout_s: float, connections: int) -> S
         return OneServer(address.service, pool, sentinel)
     if address.kind is Kind.UNIX:
         path = address.login["path"]
-        return OneServer(path, ConnectionPool(connection_class=UnixDomainSocketConnection, **settings, **once))
+        return OneServer(path, _Pool(connection_class=UnixDomainSocketConnection, **settings, **once))
     ((host, port),) = address.hosts
     kind = SSLConnection if address.tls else Connection
-    pool = ConnectionPool(connection_class=kind, host=host, port=port, **settings, **once)
+    pool = _Pool(connection_class=kind, host=host, port=port, **settings, **once)
     return OneServer(f"{host}:{port}", pool)

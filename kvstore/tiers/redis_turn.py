@@ -62,6 +62,26 @@ class Turn:
             return False
 
 
+class Stopper:
+    """Stops a batch that makes several calls one after another, whichever is under way, and those to come."""
+
+    def __init__(self) -> None:
+        self.stopped = False
+        self._call: Call[Any] | None = None
+
+    def watch(self, call: Call[R]) -> Call[R]:
+        """From now on this is the call to stop."""
+        self._call = call
+        if self.stopped:
+            call.stop()
+        return call
+
+    def stop(self) -> None:
+        self.stopped = True
+        if self._call is not None:
+            self._call.stop()
+
+
 class Progress:
     """When a server last did anything; written by all threads."""
 
@@ -88,23 +108,24 @@ class Call(Generic[R]):
         self._stall_s = stall_s + _GRACE_S
         self._progress = progress
         self._pieces: list[tuple[Job[R], Turn]] = []
-        self._stopped = asyncio.get_running_loop().create_future()
+        self._stopped: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def stop(self) -> None:
         """Gives up what is not finished; wait() then returns soon."""
         if not self._stopped.done():
             self._stopped.set_result(None)
 
-    def submit(self, work: Callable[[Turn], R], size_bytes: int = 0) -> None:
+    def submit(self, work: Callable[[Turn], R]) -> None:
+        """Queues a piece."""
         turn = Turn()
-        self._pieces.append((self._threads.submit(self._lane, lambda: work(turn), size_bytes), turn))
+        self._pieces.append((self._threads.submit(self._lane, lambda: work(turn)), turn))
 
     async def wait(self) -> list[tuple[R | None, bool]]:
-        """Results of the pieces, in order, None for those that were given up; and whether that was the servers' fault.
+        """Results of the pieces, in order, None for those that were given up; and whether they were begun and stalled.
 
         Must not be cancelled: see run_to_end.
         """
-        pending = {job.future for job, _ in self._pieces}
+        pending: set[asyncio.Future[Any]] = {job.future for job, _ in self._pieces}
         stalled = False
         while pending and not self._stopped.done():
             now = time.monotonic()
@@ -113,7 +134,7 @@ class Call(Generic[R]):
                 # A caller that leaves no time says nothing about the servers.
                 stalled = now >= stall_at
                 break
-            done, pending = await asyncio.wait(
+            _, pending = await asyncio.wait(
                 pending | {self._stopped},
                 timeout=min(self.until, stall_at) - now,
                 return_when=asyncio.FIRST_COMPLETED,
@@ -121,17 +142,21 @@ class Call(Generic[R]):
             pending.discard(self._stopped)
         results: list[tuple[R | None, bool]] = []
         to_wait_for = []
+        withdrawn = set()
         for job, turn in self._pieces:
-            if not job.future.done() and not self._threads.withdraw(job) and not turn.abandon():
+            if job.future.done():
+                continue
+            if self._threads.withdraw(job):
+                withdrawn.add(job)
+            elif not turn.abandon():
                 to_wait_for.append(job.future)
         if to_wait_for:
             await asyncio.wait(to_wait_for)
         for job, _ in self._pieces:
             # A thread that is not waited for: its result, if ever there is one, is dropped.
             got = job.future.result() if job.future.done() and not job.future.cancelled() else None
-            results.append((got, got is None and stalled))
+            results.append((got, got is None and stalled and job not in withdrawn))
         self._pieces.clear()
-        self._stopped.cancel()
         return results
 
 

@@ -8,13 +8,13 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, TypeVar
 
-from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import MovedError, RedisError, ResponseError
 
 from kvstore.blocks import DIGEST_BYTES
 from kvstore.tier import TierNamespace
-from kvstore.tiers.redis_calls import Answer, Calls
+from kvstore.tiers.redis_calls import Answer, Calls, Refused
 from kvstore.tiers.redis_health import Fault
-from kvstore.tiers.redis_server import NoNode, Servers, fault_of
+from kvstore.tiers.redis_server import NoNode, Servers, fault_of, is_full
 from kvstore.tiers.redis_turn import Turn
 from kvstore.tiers.redis_url import Kind, RedisAddress
 from kvstore.tiers.redis_value import (
@@ -98,7 +98,7 @@ class Upkeep:
                 if b"cluster_state:ok" not in info:
                     answer.fault = Fault("cluster", f"{node} says that the cluster is down")
 
-        return self._calls.on(Turn(), node, until, answer, work)
+        return self._calls.on(Turn(), node, until, answer, work, anyway=True)
 
     # -- namespaces --------------------------------------------------------------------------------------------------
 
@@ -218,8 +218,13 @@ class Upkeep:
         def work(pipe: Pipe) -> None:
             for begin in range(0, len(commands), _SHORT):
                 for reply in pipe.ask_all(commands[begin : begin + _SHORT]):
-                    if isinstance(reply, ResponseError):
-                        raise reply
+                    if is_full(reply):
+                        answer.full = str(reply)
+                    elif isinstance(reply, MovedError):
+                        self._servers.moved(reply)
+                        answer.elsewhere.append(0)
+                    elif isinstance(reply, ResponseError):
+                        raise Refused from reply
 
         return self._at(key, until, answer, work)
 

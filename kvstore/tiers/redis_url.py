@@ -41,6 +41,7 @@ _OURS: Final = {
     "socket_timeout",
     "timeout",
 }
+_parse_url: Any = parse_url  # has no types
 _SECRETS: Final = ("password", "sentinel_password", "ssl_password")
 
 
@@ -113,8 +114,9 @@ def parse_redis_url(url: str) -> RedisAddress:
         plain = "unix" if kind is Kind.UNIX else "rediss" if tls else "redis"
         netloc = login_text + at + ("" if kind is Kind.UNIX else "host")
         path = split.path if kind is Kind.UNIX else ""
-        options = parse_url(urlunsplit((plain, netloc, path, split.query, "")))
-        hosts, service, database = (), "", None
+        options: dict[str, Any] = _parse_url(urlunsplit((plain, netloc, path, split.query, "")))
+        hosts: tuple[tuple[str, int], ...] = ()
+        service, database = "", None
         if kind is not Kind.UNIX:
             hosts = _hosts(hosts_text, _SENTINEL_PORT if kind is Kind.SENTINEL else _REDIS_PORT)
             service, database = _path(kind, split.path)

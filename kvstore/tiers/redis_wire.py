@@ -17,7 +17,6 @@ import xxhash
 from redis.connection import DefaultParser
 from redis.exceptions import ConnectionError as LostConnection
 from redis.exceptions import InvalidResponse, ResponseError
-from redis.exceptions import TimeoutError as NoAnswer
 
 #: Read ahead: what of a bulk value lies here is copied once more, so it is little beside a part.
 _AHEAD_BYTES: Final = 16 << 10
@@ -30,6 +29,11 @@ _IOV_MAX: Final = 512
 _REPLIES: Final = 64
 #: The server's own limit of a value. A longer one is not read to its end.
 _BULK_BYTES_MAX: Final = 512 << 20
+
+
+class OutOfTime(Exception):
+    """The caller's time is over; that says nothing about the server."""
+
 
 Piece = bytes | memoryview
 _Parser: Any = DefaultParser
@@ -171,10 +175,10 @@ class Pipe:
         self._wait()
 
     def _wait(self) -> None:
-        """Raises: NoAnswer: the time is over."""
+        """Raises: OutOfTime: the time is over."""
         left = self._until - time.monotonic()
         if left <= 0:
-            raise NoAnswer("the deadline is over")
+            raise OutOfTime
         self._socket.settimeout(min(left, self._stall_s))
 
     def send(self, pieces: Sequence[Piece]) -> None:
