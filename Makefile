@@ -43,7 +43,7 @@ stubs: $(VENV)/test.stamp
 	    --python_out=. --pyi_out=. --grpc_python_out=. kvstore/wire/v1/engine.proto kvstore/wire/v1/admin.proto
 
 bench: $(VENV)/test.stamp
-	$(VENV)/bin/python -m pytest bench --benchmark-only
+	$(VENV)/bin/python -m bench
 
 demo-vllm: $(VLLM_VENV)/vllm.stamp
 	$(VLLM_VENV)/bin/python -m bench.demo_vllm

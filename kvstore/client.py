@@ -393,11 +393,14 @@ class Client:
         *,
         kv_group: int = 0,
         parent: bytes | None = None,
+        epochs: Epochs | None = None,
     ) -> npt.NDArray[np.uint8]:
         """Publishes filled slots under their keys. One call. The bytes must be in place before.
 
         Args:
             parent: The key before keys[0]; None where there is none or it is not known.
+            epochs: Of the slots, from their reservation. With them a call that arrives late cannot hit a slot that this
+                client was handed anew meanwhile.
 
         Returns:
             For each slot: 1 stored, 2 the key existed (the slot went back), 3 this session does not hold that slot.
@@ -413,17 +416,20 @@ class Client:
             offsets=_packed(offsets),
             keys=keys,
             parent=parent or b"",
+            epochs=_packed_epochs(epochs),
         )
         reply = self._connection.call(self._stub.Commit, request, attached)
         return np.frombuffer(reply.outcomes, dtype=np.uint8)
 
-    def abort(self, generation: bytes, offsets: Iterable[int] | Offsets) -> int:
+    def abort(self, generation: bytes, offsets: Iterable[int] | Offsets, epochs: Epochs | None = None) -> int:
         """Returns slots unfilled; those of an earlier life of the daemon went with it. Returns how many went back."""
         try:
             attached = self._attached_to(generation)
         except StaleGeneration:
             return 0
-        request = engine_pb2.AbortRequest(session=attached.session, offsets=_packed(offsets))
+        request = engine_pb2.AbortRequest(
+            session=attached.session, offsets=_packed(offsets), epochs=_packed_epochs(epochs)
+        )
         return int(self._connection.call(self._stub.Abort, request, attached).returned)
 
     def acquire(self, queries: Sequence[tuple[int, Sequence[bytes]]]) -> list[Lease]:
@@ -543,6 +549,10 @@ def _digest(attached: Attached, expected: Namespace | None = None) -> bytes:
 
 def _lease(generation: bytes, grant: engine_pb2.Grant) -> Lease:
     return Lease(grant.lease, generation, offsets_array(grant.offsets), epochs_array(grant.epochs), grant.pending)
+
+
+def _packed_epochs(epochs: Epochs | None) -> bytes:
+    return b"" if epochs is None else np.asarray(epochs, dtype="<u4").tobytes()
 
 
 def _packed(offsets: Iterable[int] | Offsets) -> bytes:

@@ -41,8 +41,6 @@ _SERVICES: Final = tuple(
     module.DESCRIPTOR.services_by_name[name].full_name
     for module, name in ((engine_pb2, "Engine"), (admin_pb2, "Admin"))
 )
-#: Objects between two collections of the youngest generation, see _tune_garbage_collector.
-_GC_THRESHOLD: Final = 50_000
 
 log = get_logger("kvstore.daemon")
 
@@ -67,7 +65,7 @@ def _tune_garbage_collector() -> None:
     their reference counts. What gRPC leaves in cycles is young, so the two younger generations are enough.
     """
     gc.freeze()
-    gc.set_threshold(_GC_THRESHOLD, 20, 1_000_000)
+    gc.set_threshold(2_000, 5, 1_000_000)
 
 
 class _Daemon:

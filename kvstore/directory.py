@@ -28,13 +28,31 @@ class Block:
         below: Whether a tier below has a copy, so that the pool may let go of this one without loss.
         claim: Id of the drop_select lease that may take it away; 0 where there is none.
         tick: Mark of the eviction policy; 0 while the policy does not know it (pinned when its turn came).
-        parent: The block before it in its chain, as far as known. Never a younger one, so chains end.
-        home: The policy that orders it, and the share it is counted in.
+        parent: The block before it in its chain, as far as known and while this one answers. Never a younger one.
+        children: How many blocks that answer name it as their parent: it leaves after them.
+        share: What it is counted in.
+        home: The policy that orders it.
     """
 
-    __slots__ = ("below", "claim", "home", "key", "keyspace", "offset", "parent", "pins", "segment", "state", "tick")
+    __slots__ = (
+        "below",
+        "children",
+        "claim",
+        "home",
+        "key",
+        "keyspace",
+        "offset",
+        "parent",
+        "pins",
+        "segment",
+        "share",
+        "state",
+        "tick",
+    )
 
-    def __init__(self, key: bytes, keyspace: Keyspace, offset: int, parent: Block | None, home: Home) -> None:
+    def __init__(
+        self, key: bytes, keyspace: Keyspace, offset: int, parent: Block | None, share: Share, home: Home
+    ) -> None:
         self.key = key
         self.keyspace = keyspace
         self.offset = offset
@@ -45,6 +63,8 @@ class Block:
         self.state = BlockState.READY
         self.tick = 0
         self.parent = parent
+        self.children = 0
+        self.share = share
         self.home = home
 
     @property
@@ -71,16 +91,17 @@ class Share:
 
 
 class Home:
-    """The blocks of one slot size that one group stored: the unit in which recency is kept.
+    """The unit in which recency is kept: the blocks of one slot size that one limited share has, or all others.
 
     Attributes:
+        share: The share, where it has a limit: its own coldest blocks leave when it is at it. None: everybody else's.
         blocks: How many rest in the pool, pinned and doomed ones included.
     """
 
-    __slots__ = ("blocks", "group", "policy", "slot_bytes")
+    __slots__ = ("blocks", "policy", "share", "slot_bytes")
 
-    def __init__(self, group: Share, slot_bytes: int, ticker: Ticker) -> None:
-        self.group = group
+    def __init__(self, share: Share | None, slot_bytes: int, ticker: Ticker) -> None:
+        self.share = share
         self.slot_bytes = slot_bytes
         self.policy: LruPolicy[Block] = LruPolicy(ticker)
         self.blocks = 0

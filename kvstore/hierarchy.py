@@ -403,12 +403,20 @@ class Hierarchy:
             self._progress = None
 
     def commit(
-        self, session: Session, keyspace: Keyspace, offsets: Sequence[int], keys: Sequence[bytes], parent: bytes = b""
+        self,
+        session: Session,
+        keyspace: Keyspace,
+        offsets: Sequence[int],
+        keys: Sequence[bytes],
+        parent: bytes = b"",
+        epochs: Sequence[int] | None = None,
     ) -> list[Outcome]:
         """Publishes filled slots. A key that exists already sends its slot back.
 
         Args:
             parent: The key before keys[0]; empty where there is none or it is not known.
+            epochs: Of the slots, as they were handed out. A call that comes late, when a slot has been handed out anew
+                (to this very session, perhaps), is told by them. None: not checked.
 
         Raises:
             InvalidRequest: a key is empty or too long, or there are not as many keys as slots. Nothing was changed.
@@ -416,11 +424,12 @@ class Hierarchy:
         if len(offsets) != len(keys):
             raise InvalidRequest(f"{len(offsets)} slots and {len(keys)} keys: each slot needs one key")
         self.check_keys(keys)
+        stale = self._stale(offsets, epochs)
         blocks, before = keyspace.blocks, keyspace.blocks.get(parent) if parent else None
         outcomes, chain, fates = [], [], []
         for offset, key in zip(offsets, keys, strict=True):
             reservation = session.reserved.get(offset)
-            if reservation is None or reservation.keyspace is not keyspace:
+            if reservation is None or reservation.keyspace is not keyspace or offset in stale:
                 outcomes.append(Outcome.NOT_RESERVED)
                 continue
             block = blocks.get(key)
@@ -447,14 +456,34 @@ class Hierarchy:
         self.counts.bytes["stored"] += outcomes.count(Outcome.STORED) * keyspace.block_bytes
         return outcomes
 
-    def abort(self, session: Session, offsets: Iterable[int]) -> int:
-        """Returns slots unfilled. Those that the session does not hold are skipped. Returns how many went back."""
+    def abort(self, session: Session, offsets: Sequence[int], epochs: Sequence[int] | None = None) -> int:
+        """Returns slots unfilled. Those that the session does not hold (any more, see commit) are skipped.
+
+        Returns:
+            How many went back.
+        """
         returned = 0
+        stale = self._stale(offsets, epochs)
         for offset in offsets:
-            if session.reserved.pop(offset, None) is not None:
+            if offset not in stale and session.reserved.pop(offset, None) is not None:
                 self.pool.give_back(session.group, offset)
                 returned += 1
         return returned
+
+    def _stale(self, offsets: Sequence[int], epochs: Sequence[int] | None) -> set[int]:
+        """Slots that were handed out anew since these epochs.
+
+        Raises:
+            InvalidRequest: not as many epochs as slots.
+        """
+        if epochs is None:
+            return set()
+        if len(epochs) != len(offsets):
+            raise InvalidRequest(f"{len(offsets)} slots and {len(epochs)} epochs: each slot needs one epoch")
+        # An offset that is none is in no session's books, and is skipped by those.
+        known = [offset for offset in offsets if offset < self.arena.size_bytes]
+        now = dict(zip(known, self.arena.epochs_of(np.array(known, dtype=np.uint64)).tolist(), strict=True))
+        return {offset for offset, epoch in zip(offsets, epochs, strict=True) if now.get(offset) != epoch}
 
     @staticmethod
     def check_keys(keys: Iterable[bytes]) -> None:

@@ -225,7 +225,7 @@ class Inserter:
             if coming is not None:
                 with contextlib.suppress(KVStoreError):
                     unused = coming.result()
-                    self._client.abort(unused.generation, unused.offsets)
+                    self._client.abort(unused.generation, unused.offsets, unused.epochs)
             # Those that are under way still count, and the caller may change its blocks once the ticket is done.
             wait(commits)
             done = counts["stored"] + counts["exists"] + sum(refused.values())
@@ -239,7 +239,7 @@ class Inserter:
         arena = self._client.arena
         if arena is None or arena.generation != slots.generation:
             if arena is None and self._client.attached:
-                self._client.abort(slots.generation, slots.offsets)
+                self._client.abort(slots.generation, slots.offsets, slots.epochs)
                 raise NoMapping(
                     f"{self._client.endpoint} is on another host: insert needs the daemon's host (unix:PATH)"
                 )
@@ -252,7 +252,9 @@ class Inserter:
         if not keys:
             return
         try:
-            outcomes = self._client.commit(slots.generation, slots.offsets, keys, parent=parent).tolist()
+            outcomes = self._client.commit(
+                slots.generation, slots.offsets, keys, parent=parent, epochs=slots.epochs
+            ).tolist()
         except KVStoreError:
             # They may have been committed all the same, and only the answer was lost.
             self._client.give_up(slots)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Final
 
 from kvstore.arena import GRANULE_BYTES, Arena, Segment
@@ -18,6 +19,8 @@ from kvstore.policy import Ticker
 
 #: Segments that are looked at when one has to change its size.
 _STEAL_CANDIDATES: Final = 8
+#: The same, of each size, where a size has nothing left that could leave.
+_STARVED_CANDIDATES: Final = 256
 
 
 class Shortfall(enum.Enum):
@@ -101,8 +104,10 @@ class Pool:
 
     def place(self, key: bytes, keyspace: Keyspace, offset: int, parent: Block | None, group: Share) -> Block:
         """Turns a taken slot into a block that answers."""
-        home = self._home(group, keyspace.slot_bytes)
-        block = Block(key, keyspace, offset, parent, home)
+        home = self._home(group if group.share_bytes else None, keyspace.slot_bytes)
+        block = Block(key, keyspace, offset, parent, group, home)
+        if parent is not None:
+            parent.children += 1
         block.segment = self.arena.fill(offset, block)
         keyspace.blocks[key] = block
         home.blocks += 1
@@ -153,31 +158,23 @@ class Pool:
 
     # -- who leaves ------------------------------------------------------------------------------------------------
 
-    def _home(self, group: Share, slot_bytes: int) -> Home:
+    def _home(self, share: Share | None, slot_bytes: int) -> Home:
         homes = self._homes.setdefault(slot_bytes, [])
         for home in homes:
-            if home.group is group:
+            if home.share is share:
                 return home
-        home = Home(group, slot_bytes, self._ticker)
+        home = Home(share, slot_bytes, self._ticker)
         homes.append(home)
         return home
 
     def touch(self, chain: list[Block]) -> None:
-        """Notes a use of blocks in prefix order, and of all that come before the first of them."""
+        """Notes a use of blocks in prefix order.
+
+        What comes before the first of them is not touched here, however long it is: a block that others continue is
+        passed over when its turn to leave comes, and counts as used then.
+        """
         if not chain:
             return
-        ancestors: list[Block] = []
-        block: Block | None = chain[0]
-        while block is not None:
-            parent = block.parent
-            while parent is not None and parent.state is BlockState.DOOMED:
-                parent = block.parent = parent.parent
-            if parent is not None:
-                ancestors.append(parent)
-            block = parent
-        if ancestors:
-            ancestors.reverse()
-            chain = ancestors + chain
         first = chain[0].home
         if all(block.home is first for block in chain):
             first.policy.touch(chain)
@@ -195,11 +192,15 @@ class Pool:
     def _shrink_share(self, group: Share, needed_bytes: int) -> None:
         """Evicts a group's own blocks, coldest first, until its share has room for so many bytes more."""
         while group.used_bytes + needed_bytes > group.share_bytes:
-            if not self._evict_coldest([home for home in self.homes() if home.group is group]):
+            if not self._evict_coldest([home for home in self.homes() if home.share is group]):
                 return
 
-    def _evict_coldest(self, homes: Iterable[Home]) -> bool:
-        """Evicts the coldest unpinned block of these homes; False where all are pinned."""
+    def _evict_coldest(self, homes: list[Home]) -> bool:
+        """Evicts the coldest unpinned block of these homes; False where all are pinned.
+
+        A block that others continue leaves after them, unless none of those can leave.
+        """
+        passes = sum(len(home.policy) for home in homes)
         while True:
             ages = [(age, home) for home in homes if (age := home.policy.oldest_age()) is not None]
             if not ages:
@@ -209,7 +210,12 @@ class Pool:
                 return False  # it could only leave without a copy; a little later it leaves with one
             block = policy.pop()
             # A pinned one is left out of the order here; the end of its lease touches it and so puts it back.
-            if block is not None and not block.pins and self.may_leave(block):
+            if block is None or block.pins:
+                continue
+            if block.children and passes > 0:
+                passes -= 1
+                policy.touch([block])
+            elif self.may_leave(block):
                 self._unlink(block, "evicted")
                 self._free_slot(block)
                 return True
@@ -253,6 +259,10 @@ class Pool:
             for block in home.policy.peek(4 * _STEAL_CANDIDATES):
                 if block.segment is not None and len(seeds) < _STEAL_CANDIDATES:
                     seeds[block.segment] = None
+        if own_age is None:
+            # This size has nothing that can leave: any segment that can move will do, after the coldest.
+            for class_ in self.arena.classes.values():
+                seeds.update(dict.fromkeys(itertools.islice(class_.segments.values(), _STARVED_CANDIDATES)))
         least = -(-slot_bytes // GRANULE_BYTES)
         for granules in sorted({self.arena.granules_for(slot_bytes), least}, reverse=True):
             coldest: tuple[float, list[Segment]] | None = None
@@ -281,6 +291,9 @@ class Pool:
     def _unlink(self, block: Block, cause: str) -> None:
         """Takes a block out of the directory: from here on it does not answer."""
         del block.keyspace.blocks[block.key]
+        if block.parent is not None:
+            block.parent.children -= 1
+            block.parent = None
         block.home.policy.forget(block)
         block.keyspace.fresh.pop(block.key, None)
         block.state = BlockState.DOOMED
@@ -293,7 +306,7 @@ class Pool:
         slot_bytes, home = block.keyspace.slot_bytes, block.home
         self.used_bytes -= slot_bytes
         self.block_count -= 1
-        home.group.used_bytes -= slot_bytes
+        block.share.used_bytes -= slot_bytes
         home.blocks -= 1
         if not home.blocks:
             self._homes[slot_bytes].remove(home)

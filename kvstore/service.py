@@ -22,7 +22,7 @@ from kvstore.leases import Lease, Session
 from kvstore.listing import list_blocks
 from kvstore.pool import Shortfall
 from kvstore.prefetch import prefetch
-from kvstore.wire.convert import ERROR_KEY, TOKEN_KEY, status_of, unpack_offsets
+from kvstore.wire.convert import ERROR_KEY, TOKEN_KEY, status_of, unpack_epochs, unpack_offsets
 from kvstore.wire.v1 import admin_pb2, admin_pb2_grpc, engine_pb2, engine_pb2_grpc
 
 #: Blocks that an operator's call removes before it lets others run.
@@ -274,14 +274,21 @@ class EngineService(_Servicer, engine_pb2_grpc.EngineServicer):
         session, keyspace = self._session_and_keyspace(request.session, request.namespace, request.group)
         self._check_count(len(request.keys))
         outcomes = self._hierarchy.commit(
-            session, keyspace, unpack_offsets(request.offsets), request.keys, request.parent
+            session,
+            keyspace,
+            unpack_offsets(request.offsets),
+            request.keys,
+            request.parent,
+            unpack_epochs(request.epochs),
         )
         return engine_pb2.CommitReply(outcomes=bytes(outcomes))
 
     @_method
     async def Abort(self, request: engine_pb2.AbortRequest, context: Any) -> Any:
         session = self._hierarchy.sessions.session(request.session)
-        return engine_pb2.AbortReply(returned=self._hierarchy.abort(session, unpack_offsets(request.offsets)))
+        return engine_pb2.AbortReply(
+            returned=self._hierarchy.abort(session, unpack_offsets(request.offsets), unpack_epochs(request.epochs))
+        )
 
     @_method
     async def Delete(self, request: engine_pb2.DeleteRequest, context: Any) -> Any:

@@ -174,10 +174,11 @@ def _check_sums(hierarchy: Hierarchy, blocks: list[Block]) -> None:
     homes = pool.homes()
     for home in homes:
         count = in_home.pop(home, 0)
-        assert home.blocks == count and count, f"a home of {home.group.name!r} counts {home.blocks} blocks of {count}"
-        of_group[home.group] += count * home.slot_bytes
+        assert home.blocks == count and count, f"a home of {home.slot_bytes} counts {home.blocks} blocks of {count}"
     assert not in_home, "blocks have a home that the pool does not know"
-    groups = {home.group for home in homes}
+    groups = {block.share for block in blocks}
+    for block in blocks:
+        of_group[block.share] += block.keyspace.slot_bytes
     for session in hierarchy.sessions:
         groups.add(session.group)
         of_group[session.group] += sum(held.keyspace.slot_bytes for held in session.reserved.values())
@@ -199,6 +200,11 @@ def _check_order(blocks: list[Block]) -> None:
             assert block.tick or block.pins, f"{block.key!r} is not pinned and no policy knows it: it would never leave"
         else:
             assert not block.tick, f"{block.key!r} is doomed and a policy knows it"
+    children = Counter(id(block.parent) for block in blocks if block.state is BlockState.READY and block.parent)
+    for block in blocks:
+        assert block.children == children[id(block)], (
+            f"{block.key!r} counts {block.children} blocks after it, {children[id(block)]} name it"
+        )
     for home, count in known.items():
         assert len(home.policy) == count, f"a policy knows {len(home.policy)} blocks, {count} bear its mark"
 

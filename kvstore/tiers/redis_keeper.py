@@ -296,9 +296,8 @@ class Keeper:
                 cursor = step.outcomes[0].cursor
                 if not cursor:
                     break
-        if complete and self._tier.books.capacity_bytes is not None:
-            for known in [digest] if digest is not None else [each.digest for each in self._tier.namespaces()]:
-                await self._ask(functools.partial(self._upkeep.drop_order, known))
+        if complete and digest is not None:
+            await self._ask(functools.partial(self._upkeep.drop_order, digest))
         if complete:
             self.owed_flushes.pop(digest, None)
         return removed

@@ -190,15 +190,18 @@ class Upkeep:
         def work(pipe: Pipe) -> None:
             swept = answer.outcomes[0]
             after, keys = self._scan(pipe, self._names.pattern_of(digest), cursor)
-            ours = [(key, parsed) for key in keys if (parsed := self._names.parse(key)) is not None]
+            ours = [
+                (key, parsed)
+                for key in keys
+                if (parsed := self._names.parse(key)) is not None or (digest is None and self._names.is_beside(key))
+            ]
             for begin in range(0, len(ours), _SHORT):
                 some = ours[begin : begin + _SHORT]
-                for (_, (_, part)), reply in zip(
-                    some, pipe.ask_all([pack(b"UNLINK", key) for key, _ in some]), strict=True
-                ):
+                replies = pipe.ask_all([pack(b"UNLINK", key) for key, _ in some])
+                for (_, parsed), reply in zip(some, replies, strict=True):
                     if isinstance(reply, ResponseError):
-                        raise reply
-                    swept.removed += reply if part == 0 else 0
+                        raise Refused from reply
+                    swept.removed += reply if parsed is not None and parsed[1] == 0 else 0
             swept.cursor = after
 
         return self._calls.on(Turn(), node, until, answer, work)

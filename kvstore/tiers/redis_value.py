@@ -141,8 +141,12 @@ class Names:
         return self._prefix + b"order:" + digest.hex().encode()
 
     def pattern_of(self, digest: bytes | None) -> bytes:
-        """Matches every part of a namespace's blocks (None: of all)."""
-        return self.pattern if digest is None else self.pattern[:-1] + digest.hex().encode() + b"*"
+        """Matches every part of a namespace's blocks; None: every key of ours."""
+        return self._escaped() + b"*" if digest is None else self.pattern[:-1] + digest.hex().encode() + b"*"
+
+    def is_beside(self, key: bytes) -> bool:
+        """Whether a key is ours and no part of a block."""
+        return key == self.namespaces or key.startswith(self._prefix + b"order:")
 
     def parse(self, key: bytes) -> tuple[bytes, int] | None:
         """Block and part that a key is of; None where it is not one of ours."""

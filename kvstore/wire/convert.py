@@ -104,6 +104,17 @@ def unpack_offsets(packed: bytes) -> list[int]:
     return array("Q", packed).tolist()
 
 
+def unpack_epochs(packed: bytes) -> list[int] | None:
+    """uint32, little-endian, side by side; None where there are none.
+
+    Raises:
+        InvalidRequest: not a whole number of epochs.
+    """
+    if len(packed) % 4:
+        raise InvalidRequest(f"packed epochs have {len(packed)} bytes, which is not a multiple of 4")
+    return array("I", packed).tolist() or None
+
+
 def offsets_array(packed: bytes) -> npt.NDArray[np.uint64]:
     """Packed offsets as an array, without a copy; read-only."""
     return np.frombuffer(packed, dtype="<u8")

@@ -84,7 +84,7 @@ def _miscount_bytes(pool: Pool, block: Block) -> None:
 
 
 def _miscount_the_group(pool: Pool, block: Block) -> None:
-    block.home.group.used_bytes -= 4096
+    block.share.used_bytes -= 4096
 
 
 def _doom_and_keep(pool: Pool, block: Block) -> None:

@@ -105,7 +105,8 @@ def test_the_hierarchy_hits_as_often_as_its_policy() -> None:
             stored = missing[: len(got.offsets)]
             index = keys.index(missing[0]) if missing else 0
             hierarchy.commit(session, keyspace, got.offsets, stored, keys[index - 1] if index else b"")
-        # A block of this very request may leave for a later one, which the model forbids: a little fewer hits.
-        assert hits / total == pytest.approx(RATIOS["synthetic"][2], abs=0.01)
+        # A block of this very request may leave for a later one, which the model forbids: a little fewer hits. A block
+        # that others continue is passed over, which plain LRU does not do: a little more.
+        assert RATIOS["synthetic"][2] - 0.01 < hits / total < RATIOS["synthetic"][2] + 0.03
     finally:
         arena.close()

@@ -242,20 +242,22 @@ class ReserveReply(_message.Message):
     def __init__(self, generation: _Optional[bytes] = ..., offsets: _Optional[bytes] = ..., epochs: _Optional[bytes] = ..., shortfall: _Optional[_Union[Shortfall, str]] = ..., exists: _Optional[bytes] = ...) -> None: ...
 
 class CommitRequest(_message.Message):
-    __slots__ = ("session", "namespace", "group", "offsets", "keys", "parent")
+    __slots__ = ("session", "namespace", "group", "offsets", "keys", "epochs", "parent")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
     OFFSETS_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
+    EPOCHS_FIELD_NUMBER: _ClassVar[int]
     PARENT_FIELD_NUMBER: _ClassVar[int]
     session: bytes
     namespace: bytes
     group: int
     offsets: bytes
     keys: _containers.RepeatedScalarFieldContainer[bytes]
+    epochs: bytes
     parent: bytes
-    def __init__(self, session: _Optional[bytes] = ..., namespace: _Optional[bytes] = ..., group: _Optional[int] = ..., offsets: _Optional[bytes] = ..., keys: _Optional[_Iterable[bytes]] = ..., parent: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, session: _Optional[bytes] = ..., namespace: _Optional[bytes] = ..., group: _Optional[int] = ..., offsets: _Optional[bytes] = ..., keys: _Optional[_Iterable[bytes]] = ..., epochs: _Optional[bytes] = ..., parent: _Optional[bytes] = ...) -> None: ...
 
 class CommitReply(_message.Message):
     __slots__ = ("outcomes",)
@@ -264,12 +266,14 @@ class CommitReply(_message.Message):
     def __init__(self, outcomes: _Optional[bytes] = ...) -> None: ...
 
 class AbortRequest(_message.Message):
-    __slots__ = ("session", "offsets")
+    __slots__ = ("session", "offsets", "epochs")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     OFFSETS_FIELD_NUMBER: _ClassVar[int]
+    EPOCHS_FIELD_NUMBER: _ClassVar[int]
     session: bytes
     offsets: bytes
-    def __init__(self, session: _Optional[bytes] = ..., offsets: _Optional[bytes] = ...) -> None: ...
+    epochs: bytes
+    def __init__(self, session: _Optional[bytes] = ..., offsets: _Optional[bytes] = ..., epochs: _Optional[bytes] = ...) -> None: ...
 
 class AbortReply(_message.Message):
     __slots__ = ("returned",)

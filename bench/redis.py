@@ -1,0 +1,330 @@
+"""The Redis tier against plain redis-py, a bare socket, and redis-benchmark, in turn against one server of its own.
+
+Large blocks (4 and 8 MiB)
+    tier        what the daemon does: RedisTier.read and .write of a batch, checked, parts of 4 MiB
+    redis-py    get and set of whole blocks with redis-py and hiredis; what was got is copied to its place
+    bare        a blocking socket: the same number of bytes as GET and SET with recv_into and sendmsg, all commands of
+                the batch in flight, nothing checked. Once with whole blocks, once cut in 4 MiB; the faster one counts.
+Small blocks (64 KiB)
+    redis-benchmark with as many commands in flight, as a process of its own.
+
+Stores go to names that are not there; what was there is removed outside the time, by every side in the same way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import click
+from redis import Redis
+
+from bench.harness import Ratio, Report, in_turn, private_memory, seconds
+from kvstore.clock import SystemClock
+from kvstore.tier import ReadOutcome, WriteOutcome, tier_key
+from kvstore.tiers.redis import RedisTier
+
+_BINARIES: Final = ("redis-server", "redis-benchmark")
+_DEADLINE_S: Final = 30.0
+_PART_BYTES: Final = 4 << 20
+_SMALL_BYTES: Final = 64 << 10
+_IN_FLIGHT: Final = 32
+#: Goals.
+_OVER_PLAIN: Final = 2.5
+_OF_BARE: Final = 0.70
+_OF_BENCHMARK: Final = 0.5
+
+
+@contextlib.contextmanager
+def running_server() -> Iterator[int]:
+    """A server without persistence; its port."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port: int = taken.getsockname()[1]
+    with tempfile.TemporaryDirectory(prefix="kvstore-bench-") as folder:
+        command = ["redis-server", "--port", str(port), "--bind", "127.0.0.1", "--dir", folder]
+        command += ["--save", "", "--appendonly", "no", "--maxmemory", "2gb", "--maxmemory-policy", "allkeys-lru"]
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+        try:
+            deadline = time.monotonic() + _DEADLINE_S
+            while True:
+                with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1.0):
+                    break
+                if time.monotonic() > deadline:
+                    raise SystemExit("redis-server does not start")
+                time.sleep(0.01)
+            yield port
+        finally:
+            process.terminate()
+            process.wait()
+
+
+class Bare:
+    """RESP on a socket, and nothing else."""
+
+    def __init__(self, port: int) -> None:
+        self._socket = socket.create_connection(("127.0.0.1", port), _DEADLINE_S)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket.settimeout(None)
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def get(self, keys: list[bytes], rooms: list[memoryview]) -> None:
+        """Values, into their places. Their lengths are known, so that only what stands between them is looked at."""
+        self._socket.sendall(b"".join(b"*2\r\n$3\r\nGET\r\n$%d\r\n%b\r\n" % (len(key), key) for key in keys))
+        for room in rooms:
+            head = b"$%d\r\n" % room.nbytes
+            assert self._exactly(len(head)) == head
+            got = 0
+            while got < room.nbytes:
+                got += self._socket.recv_into(room[got:])
+            assert self._exactly(2) == b"\r\n"
+
+    def set(self, keys: list[bytes], datas: list[memoryview]) -> None:
+        """Values, from their places."""
+        for key, data in zip(keys, datas, strict=True):
+            head = b"*3\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (len(key), key, data.nbytes)
+            views = [memoryview(head), data, memoryview(b"\r\n")]
+            while views:
+                count = self._socket.sendmsg(views)
+                while views and count >= views[0].nbytes:
+                    count -= views.pop(0).nbytes
+                if count:
+                    views[0] = views[0][count:]
+        assert self._exactly(5 * len(keys)) == b"+OK\r\n" * len(keys)
+
+    def _exactly(self, size: int) -> bytes:
+        data = b""
+        while len(data) < size:
+            data += self._socket.recv(size - len(data))
+        return data
+
+
+class Sides:
+    """A batch of blocks, and everybody who moves it.
+
+    Args:
+        size_bytes: Of one block.
+        count: Blocks of the batch.
+    """
+
+    def __init__(self, runner: asyncio.Runner, tier: RedisTier, port: int, size_bytes: int, count: int) -> None:
+        self._runner = runner
+        self._tier = tier
+        self._plain = Redis(port=port)
+        self._bare = Bare(port)
+        self._count = count
+        memory = memoryview(private_memory(2 * size_bytes * count)).cast("B")
+        half = size_bytes * count
+        for at in range(0, half, 4096):
+            memory[at : at + 8] = (at * 2654435761 + size_bytes).to_bytes(16, "little")[:8]
+        self._datas = [memory[at : at + size_bytes] for at in range(0, half, size_bytes)]
+        self._rooms = [memory[half + at : half + at + size_bytes] for at in range(0, half, size_bytes)]
+        self._keys = [
+            tier_key(b"b" * 16, 0, size_bytes.to_bytes(8, "big") + n.to_bytes(4, "big")) for n in range(count)
+        ]
+        self._names = [b"plain:%d:%d" % (size_bytes, number) for number in range(count)]
+        cut = [(n, at) for n in range(count) for at in range(0, size_bytes, _PART_BYTES)]
+        self._part_names = [b"part:%d:%d:%d" % (size_bytes, number, at) for number, at in cut]
+        self._part_datas = [self._datas[number][at : at + _PART_BYTES] for number, at in cut]
+        self._part_rooms = [self._rooms[number][at : at + _PART_BYTES] for number, at in cut]
+
+    def close(self) -> None:
+        self.forget()
+        self._plain.close()
+        self._bare.close()
+
+    def forget(self) -> None:
+        """Removes all that was stored, and waits until its memory is free."""
+        self._plain.delete(*self._names, *self._part_names)
+        self._runner.run(self._tier.delete(self._keys))
+        self._plain.flushall(asynchronous=False)
+
+    def _check(self) -> None:
+        for data, room in zip(self._datas, self._rooms, strict=True):
+            assert room[:4096] == data[:4096] and room[-4096:] == data[-4096:]
+            room[:8] = bytes(8)
+
+    def tier_set(self) -> float:
+        self.forget()
+        blocks = list(zip(self._keys, self._datas, strict=True))
+        outcomes: list[WriteOutcome] = []
+
+        def go() -> None:
+            outcomes.extend(self._runner.run(self._tier.write(blocks, _DEADLINE_S)))
+
+        taken = seconds(go)
+        assert set(outcomes) == {WriteOutcome.STORED}, outcomes
+        return taken
+
+    def tier_get(self) -> float:
+        if self._runner.run(self._tier.stat(self._keys)) != [len(self._datas[0])] * self._count:
+            self.tier_set()
+        blocks = list(zip(self._keys, self._rooms, strict=True))
+        outcomes: list[ReadOutcome] = []
+
+        def go() -> None:
+            outcomes.extend(self._runner.run(self._tier.read(blocks, _DEADLINE_S)))
+
+        taken = seconds(go)
+        assert set(outcomes) == {ReadOutcome.OK}, outcomes
+        self._check()
+        return taken
+
+    def plain_set(self) -> float:
+        self.forget()
+
+        def go() -> None:
+            for name, data in zip(self._names, self._datas, strict=True):
+                self._plain.set(name, data)
+
+        return seconds(go)
+
+    def plain_get(self) -> float:
+        if not self._plain.exists(self._names[0]):
+            self.plain_set()
+
+        def go() -> None:
+            for name, room in zip(self._names, self._rooms, strict=True):
+                room[:] = self._plain.get(name)
+
+        taken = seconds(go)
+        self._check()
+        return taken
+
+    def bare_set(self) -> float:
+        self.forget()
+        return seconds(lambda: self._bare.set(self._names, self._datas))
+
+    def bare_get(self) -> float:
+        if not self._plain.exists(self._names[0]):
+            self.bare_set()
+        taken = seconds(lambda: self._bare.get(self._names, self._rooms))
+        self._check()
+        return taken
+
+    def bare_parts_set(self) -> float:
+        self.forget()
+        return seconds(lambda: self._bare.set(self._part_names, self._part_datas))
+
+    def bare_parts_get(self) -> float:
+        if not self._plain.exists(self._part_names[0]):
+            self.bare_parts_set()
+        taken = seconds(lambda: self._bare.get(self._part_names, self._part_rooms))
+        self._check()
+        return taken
+
+
+def measure_large(sides: Sides, size_bytes: int, count: int, rounds: int, report: Report) -> None:
+    """GET and SET of large blocks."""
+    for verb in ("get", "set"):
+        names = ("tier", "plain", "bare", "bare_parts")
+        times = in_turn({name: getattr(sides, f"{name}_{verb}") for name in names}, rounds)
+        bare = [min(pair) for pair in zip(times["bare"], times["bare_parts"], strict=True)]
+        over_plain, of_bare = Ratio.of(times["plain"], times["tier"]), Ratio.of(bare, times["tier"])
+        what = f"{verb.upper()} of {size_bytes >> 20} MiB"
+        gigabytes = size_bytes * count / 1e9
+        report.rows.append(
+            (
+                what,
+                f"{gigabytes / sorted(times['tier'])[rounds // 2]:.2f}",
+                f"{gigabytes / sorted(times['plain'])[rounds // 2]:.2f}",
+                f"{gigabytes / sorted(bare)[rounds // 2]:.2f}",
+                str(over_plain),
+                report.goal(f"{what} against redis-py", over_plain.median, at_least=_OVER_PLAIN),
+                str(of_bare),
+                report.goal(f"{what} against a bare socket", of_bare.median, at_least=_OF_BARE),
+            )
+        )
+        report.figures[f"{verb}_{size_bytes >> 20}m"] = {
+            "over_plain": over_plain.as_json(),
+            "of_bare": of_bare.as_json(),
+        }
+
+
+def benchmark(port: int, verb: str, calls: int) -> float:
+    """Seconds that redis-benchmark takes for one value."""
+    if verb == "get":
+        benchmark(port, "set", _IN_FLIGHT)
+    command = ["redis-benchmark", "-p", str(port), "-t", verb, "-d", str(_SMALL_BYTES), "-n", str(calls)]
+    command += ["-P", str(_IN_FLIGHT), "-c", "1", "--csv"]
+    found = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1]
+    return 1.0 / float(found.split(",")[1].strip('"'))
+
+
+def measure_small(sides: Sides, port: int, count: int, rounds: int, report: Report) -> None:
+    """Pipelined GET and SET of small blocks."""
+    for verb in ("get", "set"):
+        tier: Callable[[], float] = getattr(sides, f"tier_{verb}")
+        times = in_turn(
+            {"tier": lambda tier=tier: tier() / count, "theirs": lambda verb=verb: benchmark(port, verb, 4 * count)},  # type: ignore[misc]
+            rounds,
+        )
+        ratio = Ratio.of(times["theirs"], times["tier"])
+        what = f"{verb.upper()} of 64 KiB, in flight"
+        speeds = [_SMALL_BYTES / 1e9 / sorted(times[side])[rounds // 2] for side in ("tier", "theirs")]
+        report.rows.append(
+            (
+                what,
+                f"{speeds[0]:.2f}",
+                "",
+                f"{speeds[1]:.2f} (redis-benchmark)",
+                "",
+                "",
+                str(ratio),
+                report.goal(f"{what} against redis-benchmark", ratio.median, at_least=_OF_BENCHMARK),
+            )
+        )
+        report.figures[f"{verb}_64k"] = {"of_redis_benchmark": ratio.as_json()}
+
+
+@click.command()
+@click.option("--smoke", is_flag=True, help="Few blocks and rounds, to see that the bench works.")
+@click.option("--rounds", default=15, help="Rounds that count.")
+def main(smoke: bool, rounds: int) -> None:
+    """The Redis tier against redis-py, a bare socket and redis-benchmark."""
+    if missing := [binary for binary in _BINARIES if shutil.which(binary) is None]:
+        raise SystemExit(f"{' and '.join(missing)} not installed: nothing to measure")
+    rounds = 2 if smoke else rounds
+    columns = ("what", "tier GB/s", "redis-py", "bare", "tier / redis-py", "goal", "tier / bare", "goal")
+    report = Report("redis", columns)
+    with running_server() as port, asyncio.Runner() as runner:
+        tier = _open(runner, port)
+        try:
+            for size_bytes in (4 << 20, 8 << 20):
+                count = (16 << 20 if smoke else 64 << 20) // size_bytes
+                with contextlib.closing(Sides(runner, tier, port, size_bytes, count)) as sides:
+                    measure_large(sides, size_bytes, count, rounds, report)
+            count = 64 if smoke else 512
+            with contextlib.closing(Sides(runner, tier, port, _SMALL_BYTES, count)) as sides:
+                measure_small(sides, port, count, rounds, report)
+        finally:
+            runner.run(tier.close())
+    report.notes.append("Medians of the ratios within the rounds, with the middle half of them; GB/s are medians.")
+    report.show({"redis": _version()})
+
+
+def _open(runner: asyncio.Runner, port: int) -> RedisTier:
+    async def go() -> RedisTier:
+        tier = RedisTier(f"redis://127.0.0.1:{port}", SystemClock(), deadline_s=_DEADLINE_S)
+        await tier.open()
+        return tier
+
+    return runner.run(go())
+
+
+def _version() -> str:
+    text: Any = subprocess.run(["redis-server", "--version"], check=True, capture_output=True, text=True).stdout
+    return str(text).split("v=")[1].split()[0]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+"""The conformance suite over a single server and over a cluster."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvstore.clock import SystemClock
+from kvstore.testing.tier_suite import DEADLINE_S, TierSuite
+from kvstore.tier import Tier
+from kvstore.tiers.redis import RedisTier
+from tests.redis.servers import RedisCluster, RedisServer
+
+
+def tier_at(url: str, folder: Path, capacity_bytes: int) -> Tier:
+    """Keys of one test are those of one folder. The deadline is that of the suite: this is no test of speed."""
+    prefix = f"{folder.parent.name}:{folder.name}:"
+    return RedisTier(url, SystemClock(), capacity_bytes=capacity_bytes, key_prefix=prefix, deadline_s=DEADLINE_S / 3)
+
+
+class TestSingle(TierSuite):
+    @pytest.fixture(autouse=True)
+    def _server(self, shared_server: RedisServer) -> None:
+        self.url = shared_server.url
+
+    def new_tier(self, folder: Path, capacity_bytes: int) -> Tier:
+        return tier_at(self.url, folder, capacity_bytes)
+
+
+class TestCluster(TierSuite):
+    @pytest.fixture(autouse=True)
+    def _server(self, shared_cluster: RedisCluster) -> None:
+        self.url = shared_cluster.url
+
+    def new_tier(self, folder: Path, capacity_bytes: int) -> Tier:
+        return tier_at(self.url, folder, capacity_bytes)
