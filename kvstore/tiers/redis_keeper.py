@@ -132,7 +132,8 @@ class Keeper:
         now = self._tier.clock.monotonic()
         opening = health.whole.open and health.whole.probe_due()
         due = [node for node in servers.nodes() if health.breaker(node).probe_due()]
-        if not (opening or due or (self._refresh_due and now >= self._refresh_at)):
+        moved = self._refresh_due and now >= self._refresh_at and not health.whole.open
+        if not (opening or due or moved):
             return
         self._refresh_due = False
         self._refresh_at = now + _REFRESH_S
@@ -147,7 +148,7 @@ class Keeper:
         nodes = servers.nodes()
         health.keep_only(nodes)
         for node in nodes:
-            if health.whole.open or node in due or node not in self.facts or health.breaker(node).open:
+            if opening or node in due or (node not in self.facts and not health.breaker(node).open):
                 await self._probe(node)
         self.facts = {node: facts for node, facts in self.facts.items() if node in nodes}
         if any(not health.breaker(node).open for node in nodes) and health.whole.open:
@@ -179,7 +180,7 @@ class Keeper:
                 "maxmemory-policy is noeviction: once the server is full it takes nothing more. Set it to allkeys-lru, "
                 "or give this tier a budget below maxmemory"
             )
-        if any(each.policy.startswith("volatile-") for each in facts) and ttl_s is None and budget is None:
+        if any(each.maxmemory and each.policy.startswith("volatile-") for each in facts) and ttl_s is None and budget is None:
             notes.append(
                 "maxmemory-policy evicts only keys that expire, and ours don't: set a TTL, or the policy to allkeys-lru"
             )

@@ -1,0 +1,280 @@
+"""Borrowed buffers: nobody touches them once a call has returned, whatever the server does then.
+
+The server here is a script, so that it can stop in the middle of a value and go on when it is too late.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import pytest
+import xxhash
+
+from kvstore.testing import FakeClock, make_block
+from kvstore.testing.tier_suite import name_of
+from kvstore.tier import ReadOutcome, TierState, WriteOutcome
+from kvstore.tiers.redis_value import pack_header, seal_of
+from tests.redis.servers import PATIENCE_S
+from tests.redis.tiers import SHORT_S, opened, promptly
+
+SIZE = 3 << 20
+KEY = name_of(1)
+LATE = 0xEE
+
+
+def value_of(key: bytes, size: int = SIZE) -> bytes:
+    """A block of one part, as it lies in Redis."""
+    data = make_block(key, size)
+    check = xxhash.xxh3_64_intdigest(data)
+    return pack_header(key, size, 0, check, seal_of([check])) + data
+
+
+Answer = Callable[[list[bytes], asyncio.StreamWriter], Awaitable[None]]
+
+
+class Script:
+    """A server that does as it should, but for GET and SET.
+
+    Attributes:
+        get: Answers a GET.
+        greets: Whether it answers at all; set it to let it go on.
+        reads: Whether it takes values of SET; set it to let it go on.
+        taken: What it got as values.
+        lost: Connections that the other side has closed.
+    """
+
+    def __init__(self) -> None:
+        self.get: Answer | None = None
+        self.greets = asyncio.Event()
+        self.greets.set()
+        self.reads = asyncio.Event()
+        self.reads.set()
+        self.stuck = asyncio.Event()
+        self.taken: list[bytes] = []
+        self.lost = 0
+        self.port = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[Script]:
+        server = await asyncio.start_server(self._serve, "127.0.0.1", 0, limit=1 << 16)
+        self.port = server.sockets[0].getsockname()[1]
+        try:
+            yield self
+        finally:
+            server.close()
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        try:
+            while True:
+                await self._answer(await self._command(reader), writer)
+                await writer.drain()
+        except (OSError, asyncio.IncompleteReadError, ValueError):
+            self.lost += 1
+        except asyncio.CancelledError:
+            pass
+        finally:
+            self._tasks.discard(task)
+            writer.close()
+
+    async def _command(self, reader: asyncio.StreamReader) -> list[bytes]:
+        count = int((await reader.readuntil(b"\r\n"))[1:])
+        arguments: list[bytes] = []
+        for _ in range(count):
+            size = int((await reader.readuntil(b"\r\n"))[1:])
+            if size >= 1 << 16 and not self.reads.is_set():
+                self.stuck.set()
+                await self.reads.wait()
+            data = b""
+            try:
+                data = await reader.readexactly(size)
+            except asyncio.IncompleteReadError as error:
+                self.taken.append(error.partial)
+                raise
+            if size >= 1 << 16:
+                self.taken.append(data)
+            arguments.append(data)
+            await reader.readexactly(2)
+        return arguments
+
+    async def _answer(self, command: list[bytes], writer: asyncio.StreamWriter) -> None:
+        await self.greets.wait()
+        match command[0]:
+            case b"GET" if self.get is not None:
+                await self.get(command, writer)
+            case b"GET":
+                writer.write(b"$-1\r\n")
+            case b"GETRANGE":
+                writer.write(b"$0\r\n\r\n")
+            case b"PING":
+                writer.write(b"+PONG\r\n")
+            case b"INFO":
+                text = b"redis_version:7.0.0\r\nrole:master\r\nmaxmemory:0\r\n"
+                writer.write(b"$%d\r\n%b\r\n" % (len(text), text))
+            case b"HGETALL":
+                writer.write(b"*0\r\n")
+            case b"SCAN":
+                writer.write(b"*2\r\n$1\r\n0\r\n*0\r\n")
+            case b"UNLINK" | b"EXISTS":
+                writer.write(b":0\r\n")
+            case _:
+                writer.write(b"+OK\r\n")
+
+
+@pytest.fixture
+async def script() -> AsyncIterator[Script]:
+    async with Script().running() as script:
+        yield script
+
+
+def url(script: Script) -> str:
+    return f"redis://127.0.0.1:{script.port}"
+
+
+async def settled(script: Script) -> None:
+    """Waits until the script has noticed that its connection was closed."""
+    async with asyncio.timeout(PATIENCE_S):
+        while not script.lost:
+            await asyncio.sleep(0)
+
+
+class Halfway:
+    """Answers GET with a value, stops in the middle, and ends with other bytes when it is let go on."""
+
+    def __init__(self) -> None:
+        self.reached = asyncio.Event()
+        self.go_on = asyncio.Event()
+
+    async def __call__(self, command: list[bytes], writer: asyncio.StreamWriter) -> None:
+        value = value_of(KEY)
+        writer.write(b"$%d\r\n" % len(value) + value[: len(value) // 2])
+        await writer.drain()
+        self.reached.set()
+        await self.go_on.wait()
+        writer.write(bytes([LATE]) * (len(value) - len(value) // 2) + b"\r\n")
+        await writer.drain()
+
+
+async def test_a_script_that_does_all_right(script: Script) -> None:
+    async def whole(command: list[bytes], writer: asyncio.StreamWriter) -> None:
+        value = value_of(KEY)
+        writer.write(b"$%d\r\n" % len(value) + value + b"\r\n")
+
+    script.get = whole
+    async with opened(url(script)) as tier:
+        room = bytearray(SIZE)
+        assert await tier.read([(KEY, memoryview(room))], 30.0) == [ReadOutcome.OK]
+        assert room == make_block(KEY, SIZE)
+        assert await tier.write([(KEY, memoryview(room))], 30.0) == [WriteOutcome.STORED]
+        assert script.taken == [value_of(KEY)]
+
+
+@pytest.mark.parametrize("how", ["stall", "deadline", "cancel", "close"])
+async def test_late_bytes_of_a_value_do_not_reach_the_buffer(script: Script, how: str) -> None:
+    script.get = halfway = Halfway()
+    async with opened(url(script), deadline_s=60.0 if how in ("cancel", "deadline") else SHORT_S) as tier:
+        room = bytearray(SIZE)
+        # The tier's own deadline, or the caller's.
+        reading = asyncio.ensure_future(tier.read([(KEY, memoryview(room))], SHORT_S if how == "deadline" else 60.0))
+        await asyncio.wait_for(halfway.reached.wait(), PATIENCE_S)
+        if how == "cancel":
+            reading.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await reading
+        elif how == "close":
+            await tier.close()
+            await reading
+        else:
+            assert await promptly(reading) == [ReadOutcome.FAILED]
+            assert tier.state is TierState.OK
+        left = bytes(room)
+        assert left != bytes(SIZE), "it was not in the middle of anything"
+        halfway.go_on.set()
+        await settled(script)
+        assert room == left
+        assert bytes([LATE]) * 64 not in left
+        room.clear()  # nothing holds a view of it any more
+
+
+@pytest.mark.parametrize("how", ["stall", "cancel"])
+async def test_what_is_sent_is_what_was_there_during_the_call(script: Script, how: str) -> None:
+    script.reads.clear()
+    size = 64 << 20  # more than all buffers on the way take
+    data = bytearray(make_block(KEY, size))
+    async with opened(url(script), deadline_s=60.0 if how == "cancel" else SHORT_S) as tier:
+        writing = asyncio.ensure_future(tier.write([(KEY, memoryview(data))], 60.0))
+        await asyncio.wait_for(script.stuck.wait(), PATIENCE_S)
+        if how == "cancel":
+            writing.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await writing
+        else:
+            assert await promptly(writing) == [WriteOutcome.FAILED]
+        data[:] = bytes([LATE]) * size
+        script.reads.set()
+        await settled(script)
+        assert all(bytes([LATE]) * 64 not in taken for taken in script.taken)
+
+
+async def test_a_server_that_does_not_greet_never_gets_the_buffer(script: Script) -> None:
+    async with opened(url(script), deadline_s=SHORT_S) as tier:
+        script.get = Halfway()
+        script.get.go_on.set()
+        script.greets.clear()
+        room = bytearray(SIZE)
+        assert await promptly(tier.read([(KEY, memoryview(room))], 30.0)) == [ReadOutcome.FAILED]
+        script.greets.set()
+        await settled(script)
+        assert room == bytes(SIZE)
+        room.clear()
+
+
+async def test_a_caller_without_time_says_nothing_about_the_server(script: Script) -> None:
+    script.get = Halfway()
+    async with opened(url(script), FakeClock(), deadline_s=60.0) as tier:
+        for _ in range(10):
+            room = bytearray(SIZE)
+            assert await promptly(tier.read([(KEY, memoryview(room))], 0.01)) == [ReadOutcome.FAILED]
+            room.clear()
+        assert tier.state is TierState.OK and not tier.stats()["faults"]
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        b"$5\r\nhelloXX",
+        b"$99999999999999\r\n",
+        b"$-7\r\n",
+        b"$abc\r\n",
+        b"*3\r\n$1\r\na\r\n",
+        b":7\r\n",
+        b"nonsense\r\n",
+        b"x" * 10_000,
+        b"$-1\r\n$-1\r\n+more\r\n",
+        b"-LOADING Redis is loading the dataset in memory\r\n",
+        b"-ERR something new\r\n",
+        b"$3\r\nabc\r\n",
+        b"$0\r\n\r\n",
+    ],
+)
+async def test_replies_that_make_no_sense_are_misses(script: Script, reply: bytes) -> None:
+    async def nonsense(command: list[bytes], writer: asyncio.StreamWriter) -> None:
+        writer.write(reply)
+
+    script.get = nonsense
+    async with opened(url(script), FakeClock(), deadline_s=60.0 if reply[:1] != b"$" else 2.0) as tier:
+        room = bytearray(SIZE)
+        (outcome,) = await promptly(tier.read([(KEY, memoryview(room))], 30.0), 2.0)
+        assert outcome in (ReadOutcome.FAILED, ReadOutcome.ABSENT, ReadOutcome.DAMAGED)
+        # What comes next is not taken for an answer to something else.
+        script.get = None
+        assert await tier.read([(KEY, memoryview(room))], 30.0) == [ReadOutcome.ABSENT]
+        assert room == bytes(SIZE) and tier.state is TierState.OK
