@@ -10,11 +10,12 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Progress on a terminal, quiet in a pipe.
 PIP_INSTALL := -m pip install $(shell [ -t 2 ] || echo --quiet)
 
-.PHONY: help demo test lint docs stubs bench demo-vllm test-vllm clean
+.PHONY: help demo test test-crash lint docs stubs bench demo-vllm test-vllm clean
 
 help:
 	@echo "make demo       the main job without engines: a daemon, a prefill and a decode process, bytes verified"
 	@echo "make test       ruff, mypy and all tests that need no engine"
+	@echo "make test-crash hundreds of SIGKILLs under load, bytes checked after each restart"
 	@echo "make demo-vllm  the main job with two real vLLM engines"
 	@echo "make test-vllm  the tests with real engines"
 	@echo "make bench      the benchmarks"
@@ -27,7 +28,11 @@ demo: $(VENV)/core.stamp
 	$(VENV)/bin/python -m bench.demo
 
 test: lint
-	$(VENV)/bin/python -m pytest -m "not vllm" --ignore=tests/vllm
+	$(VENV)/bin/python -m pytest -m "not vllm and not crash" --ignore=tests/vllm
+
+# Hundreds of kills; about 10 minutes.
+test-crash: $(VENV)/test.stamp
+	$(VENV)/bin/python -m pytest -m crash --timeout 1800 tests/disk tests/crash
 
 lint: $(VENV)/test.stamp
 	$(VENV)/bin/ruff check .
