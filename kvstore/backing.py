@@ -39,6 +39,7 @@ _MFD_HUGETLB: Final = 0x4
 _MFD_HUGE_2MB: Final = 21 << 26
 _MADV_HUGEPAGE: Final = 14
 _MADV_POPULATE_WRITE: Final = 23  # Linux 5.14
+_POPULATE_STEP_BYTES: Final = 2 * HUGE_PAGE_BYTES
 _F_ADD_SEALS: Final = 1033
 _F_SEAL_SEAL, _F_SEAL_SHRINK, _F_SEAL_GROW, _F_SEAL_FUTURE_WRITE = 0x1, 0x2, 0x4, 0x10
 # The new mount API has the same numbers on every architecture.
@@ -125,13 +126,17 @@ def address_of(map_: mmap.mmap) -> int:
 
 def populate_pages(address: int, length: int) -> None:
     """MADV_POPULATE_WRITE on any shared mapping of this process; same promise as SharedMemory.populate."""
-    while _libc.madvise(address, length, _MADV_POPULATE_WRITE) != 0:
-        code = ctypes.get_errno()
-        if code in (errno.EINTR, errno.EAGAIN):
-            continue
-        if code == errno.EINVAL:  # a kernel before 5.14: pages come at first touch instead
-            return
-        raise MemoryError(f"cannot populate {length} bytes of the pool: {os.strerror(code)}")
+    # In small steps: the kernel holds the lock on the address space through each, and every other thread of the process
+    # that maps or unmaps anything has to wait for it.
+    for start in range(0, length, _POPULATE_STEP_BYTES):
+        step = min(_POPULATE_STEP_BYTES, length - start)
+        while _libc.madvise(address + start, step, _MADV_POPULATE_WRITE) != 0:
+            code = ctypes.get_errno()
+            if code in (errno.EINTR, errno.EAGAIN):
+                continue
+            if code == errno.EINVAL:  # a kernel before 5.14: pages come at first touch instead
+                return
+            raise MemoryError(f"cannot populate {step} bytes of the pool: {os.strerror(code)}")
 
 
 def open_pool_memory(size_bytes: int, huge_pages: HugePages) -> SharedMemory:

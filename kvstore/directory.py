@@ -96,14 +96,19 @@ class Home:
     Attributes:
         share: The share, where it has a limit: its own coldest blocks leave when it is at it. None: everybody else's.
         blocks: How many rest in the pool, pinned and doomed ones included.
+        passed: Blocks whose turn to leave came while others continued them. They leave right after those; a use puts
+            them back into the order (they may stay here then, and are skipped).
+        next: Of those, the ones that nothing continues any more, to leave from the end.
     """
 
-    __slots__ = ("blocks", "policy", "share", "slot_bytes")
+    __slots__ = ("blocks", "next", "passed", "policy", "share", "slot_bytes")
 
     def __init__(self, share: Share | None, slot_bytes: int, ticker: Ticker) -> None:
         self.share = share
         self.slot_bytes = slot_bytes
         self.policy: LruPolicy[Block] = LruPolicy(ticker)
+        self.passed: dict[Block, None] = {}
+        self.next: list[Block] = []
         self.blocks = 0
 
 

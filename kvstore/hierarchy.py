@@ -190,8 +190,7 @@ class Hierarchy:
         ready = len(lease.blocks) if lease is not None else 0
         pending = await self._promote(session, keyspace, keys, ready)
         if pending:
-            self.counts.misses["absent"] -= pending
-            self.counts.misses["pending"] += pending
+            self.counts.misses["absent"] -= pending  # they are neither hit nor miss yet
         return lease, pending
 
     async def _promote(self, session: Session, keyspace: Keyspace, keys: Sequence[bytes], ready: int) -> int:

@@ -170,8 +170,8 @@ class Pool:
     def touch(self, chain: list[Block]) -> None:
         """Notes a use of blocks in prefix order.
 
-        What comes before the first of them is not touched here, however long it is: a block that others continue is
-        passed over when its turn to leave comes, and counts as used then.
+        What comes before the first of them is not touched, however long it is: a block that others continue is passed
+        over when its turn to leave comes.
         """
         if not chain:
             return
@@ -196,29 +196,61 @@ class Pool:
                 return
 
     def _evict_coldest(self, homes: list[Home]) -> bool:
-        """Evicts the coldest unpinned block of these homes; False where all are pinned.
-
-        A block that others continue leaves after them, unless none of those can leave.
-        """
-        passes = sum(len(home.policy) for home in homes)
+        """Evicts the coldest unpinned block of these homes; False where nothing can leave now."""
         while True:
-            ages = [(age, home) for home in homes if (age := home.policy.oldest_age()) is not None]
-            if not ages:
+            block = self._pop_coldest(homes)
+            if block is None:
                 return False
-            policy = min(ages, key=lambda pair: pair[0])[1].policy
-            if self.dirty_stays and self.copying() and any(not each.below for each in policy.peek(1)):
-                return False  # it could only leave without a copy; a little later it leaves with one
-            block = policy.pop()
-            # A pinned one is left out of the order here; the end of its lease touches it and so puts it back.
-            if block is None or block.pins:
-                continue
-            if block.children and passes > 0:
-                passes -= 1
-                policy.touch([block])
-            elif self.may_leave(block):
+            if self.dirty_stays and self.copying() and not block.below:
+                # It could only leave without a copy; a little later it leaves with one.
+                self._pass(block)
+                block.home.next.append(block)
+                return False
+            if self.may_leave(block):
                 self._unlink(block, "evicted")
                 self._free_slot(block)
                 return True
+
+    def _pop_coldest(self, homes: list[Home]) -> Block | None:
+        """Takes the block that should leave first out of the order.
+
+        A block that others continue leaves right after them: their suffix goes first, however the two were used. Only
+        where nothing else can leave does it go before.
+        """
+        block: Block | None
+        for home in homes:
+            while home.next:
+                block = home.next.pop()
+                if self._passed(block) and not block.children:
+                    return block
+        while True:
+            ages = [(age, home) for home in homes if (age := home.policy.oldest_age()) is not None]
+            if not ages:
+                break
+            block = min(ages, key=lambda pair: pair[0])[1].policy.pop()
+            # A pinned one is left out of the order here; the end of its lease touches it and so puts it back.
+            if block is None or block.pins:
+                continue
+            if not block.children:
+                return block
+            self._pass(block)
+        # All that is left continues into something pinned. Of those, one that nothing unpinned continues; a walk over
+        # them all, which is rare enough.
+        left = [block for home in homes for block in home.passed if self._passed(block)]
+        inner = {block.parent for block in left}
+        block = next((block for block in left if block not in inner), None)
+        if block is not None:
+            del block.home.passed[block]
+        return block
+
+    @staticmethod
+    def _passed(block: Block) -> bool:
+        """Whether a block that was passed over is out of the order still, and free to leave."""
+        return block.state is BlockState.READY and not block.tick and not block.pins
+
+    @staticmethod
+    def _pass(block: Block) -> None:
+        block.home.passed[block] = None
 
     def _make_room(self, slot_bytes: int, wanted: int) -> bool:
         """Frees at least one slot of a size, or granules for it, if anything can leave; about `wanted` if so many are
@@ -291,9 +323,12 @@ class Pool:
     def _unlink(self, block: Block, cause: str) -> None:
         """Takes a block out of the directory: from here on it does not answer."""
         del block.keyspace.blocks[block.key]
-        if block.parent is not None:
-            block.parent.children -= 1
-            block.parent = None
+        parent, block.parent = block.parent, None
+        if parent is not None:
+            parent.children -= 1
+            if not parent.children and self._passed(parent):
+                parent.home.next.append(parent)
+        block.home.passed.pop(block, None)
         block.home.policy.forget(block)
         block.keyspace.fresh.pop(block.key, None)
         block.state = BlockState.DOOMED

@@ -242,15 +242,11 @@ class Transfers:
         slot_bytes = keyspace.slot_bytes
         room = (self._bytes_max - self._coming_bytes) // slot_bytes
         limit = max(room, 0 if self._coming_bytes else 1)
-        if len(wanted) > limit:
-            # The rest comes up when it is asked for again.
-            run = wanted[limit]
-            del wanted[limit:]
+        # What finds no room now comes up when it is asked for again; it is on its way all the same.
+        del wanted[limit:]
         taken = self._pool.take(group, slot_bytes, len(wanted)) if wanted else None
         if taken is not None and taken.shortfall is not None:
             self.counts[f"not_promoted_{taken.shortfall.value}"] += len(wanted) - len(taken.offsets)
-            if len(taken.offsets) < len(wanted):
-                run = wanted[len(taken.offsets)]
         batches: dict[Tier, list[Promotion]] = {}
         for index, offset in zip(wanted, taken.offsets if taken else (), strict=False):
             source = sources[index]

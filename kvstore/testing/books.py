@@ -197,7 +197,9 @@ def _check_order(blocks: list[Block]) -> None:
     for block in blocks:
         known[block.home] += block.tick != 0
         if block.state is BlockState.READY:
-            assert block.tick or block.pins, f"{block.key!r} is not pinned and no policy knows it: it would never leave"
+            assert block.tick or block.pins or block in block.home.passed, (
+                f"{block.key!r} is not pinned and no policy knows it: it would never leave"
+            )
         else:
             assert not block.tick, f"{block.key!r} is doomed and a policy knows it"
     children = Counter(id(block.parent) for block in blocks if block.state is BlockState.READY and block.parent)

@@ -180,7 +180,11 @@ class Keeper:
                 "maxmemory-policy is noeviction: once the server is full it takes nothing more. Set it to allkeys-lru, "
                 "or give this tier a budget below maxmemory"
             )
-        if any(each.maxmemory and each.policy.startswith("volatile-") for each in facts) and ttl_s is None and budget is None:
+        if (
+            any(each.maxmemory and each.policy.startswith("volatile-") for each in facts)
+            and ttl_s is None
+            and budget is None
+        ):
             notes.append(
                 "maxmemory-policy evicts only keys that expire, and ours don't: set a TTL, or the policy to allkeys-lru"
             )
@@ -309,9 +313,10 @@ class Keeper:
         books.begin_sweep()
         digests: set[bytes] = set()
         firsts: set[bytes] = set()
-        others: set[bytes] = set()
+        others: dict[str, dict[bytes, int]] = {}
         for node in tier.servers.nodes():
             cursor = 0
+            parts = others.setdefault(node, {})
             while True:
                 step = await self._ask(functools.partial(self._upkeep.sweep, node, cursor), node)
                 if not step.done:
@@ -321,19 +326,24 @@ class Keeper:
                 swept = step.outcomes[0]
                 books.found((name, size) for name, size in swept.blocks if not self.is_owed(name))
                 firsts.update(name for name, _ in swept.blocks)
-                others.update(swept.others)
+                for name, part in swept.others:
+                    parts[name] = max(part, parts.get(name, 0))
                 digests.update(name[:DIGEST_BYTES] for name, _ in swept.blocks)
                 cursor = swept.cursor
                 if not cursor:
                     break
         uses = {} if books.complete or books.capacity_bytes is None else await self._read_order(digests)
         tier.counts["vanished"] += books.end_sweep(uses)
-        # Parts without a part 0, twice: nobody is writing that block.
-        orphans = others - firsts
-        abandoned = list(orphans & self._orphans)
+        orphans = set()
+        for node, parts in others.items():
+            alone = {name: part for name, part in parts.items() if name not in firsts}
+            # Twice in a row: nobody is writing that block.
+            abandoned = {name: part for name, part in alone.items() if name in self._orphans}
+            orphans.update(alone.keys() - abandoned.keys())
+            if abandoned:
+                gone = await self._ask(functools.partial(self._upkeep.remove_parts, node, abandoned), node)
+                tier.counts["orphans_removed"] += gone.outcomes[0]
         self._orphans = orphans
-        if abandoned:
-            tier.counts["orphans_removed"] += await tier.remove(abandoned)
         self._sweep_at = tier.clock.monotonic() + self._sweep_interval_s
         tier.swept.set()
 

@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, TypeVar
 
-from redis.exceptions import MovedError, RedisError, ResponseError
+from redis.exceptions import MovedError, ResponseError
 
 from kvstore.blocks import DIGEST_BYTES
 from kvstore.tier import TierNamespace
@@ -52,13 +52,13 @@ class Swept:
     Attributes:
         cursor: Where to go on; 0: it is through.
         blocks: Names and sizes of blocks whose part 0 was seen.
-        others: Names of blocks of which another part was seen.
+        others: Names of blocks and numbers of their other parts that were seen.
         removed: Blocks that this step has removed.
     """
 
     cursor: int = 0
     blocks: list[tuple[bytes, int]] = dataclasses.field(default_factory=list)
-    others: list[bytes] = dataclasses.field(default_factory=list)
+    others: list[tuple[bytes, int]] = dataclasses.field(default_factory=list)
     removed: int = 0
 
 
@@ -76,7 +76,7 @@ class Upkeep:
         """Asks who holds what."""
         try:
             self._servers.refresh()
-        except (RedisError, OSError) as error:
+        except Exception as error:  # redis-py's topology raises what is no RedisError, too
             return fault_of(error, self._address)
         return None
 
@@ -169,7 +169,7 @@ class Upkeep:
                 if parsed is not None and parsed[1] == 0:
                     firsts.append((key, parsed[0]))
                 elif parsed is not None:
-                    swept.others.append(parsed[0])
+                    swept.others.append(parsed)
             for begin in range(0, len(firsts), _SHORT):
                 some = firsts[begin : begin + _SHORT]
                 replies = pipe.ask_all(
@@ -203,6 +203,21 @@ class Upkeep:
                         raise Refused from reply
                     swept.removed += reply if parsed is not None and parsed[1] == 0 else 0
             swept.cursor = after
+
+        return self._calls.on(Turn(), node, until, answer, work)
+
+    def remove_parts(self, node: str, blocks: Mapping[bytes, int], until: float) -> Answer[int]:
+        """Removes parts of blocks up to a number, unless a part 0 has come meanwhile. Outcome: blocks removed."""
+        answer = Answer([0])
+
+        def work(pipe: Pipe) -> None:
+            names = list(blocks)
+            for begin in range(0, len(names), _SHORT):
+                some = names[begin : begin + _SHORT]
+                there = pipe.ask_all([pack(b"EXISTS", self._names.part(name, 0)) for name in some])
+                gone = [name for name, reply in zip(some, there, strict=True) if reply == 0]
+                pipe.ask_all([pack(b"UNLINK", *self._names.parts(name, blocks[name] + 1)) for name in gone])
+                answer.outcomes[0] += len(gone)
 
         return self._calls.on(Turn(), node, until, answer, work)
 

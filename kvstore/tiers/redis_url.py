@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 from typing import Any, Final
-from urllib.parse import quote, unquote, urlsplit, urlunsplit
+from urllib.parse import quote, unquote, urlsplit
 
 from redis.connection import parse_url
 
@@ -114,7 +114,7 @@ def parse_redis_url(url: str) -> RedisAddress:
         plain = "unix" if kind is Kind.UNIX else "rediss" if tls else "redis"
         netloc = login_text + at + ("" if kind is Kind.UNIX else "host")
         path = split.path if kind is Kind.UNIX else ""
-        options: dict[str, Any] = _parse_url(urlunsplit((plain, netloc, path, split.query, "")))
+        options: dict[str, Any] = _parse_url(f"{plain}://{netloc}{path}?{split.query}")
         hosts: tuple[tuple[str, int], ...] = ()
         service, database = "", None
         if kind is not Kind.UNIX:

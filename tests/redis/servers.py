@@ -96,7 +96,8 @@ class RedisServer:
 
     def client(self, timeout_s: float = PATIENCE_S) -> Redis:
         """A plain client of its own."""
-        return Redis(port=self.port, socket_timeout=timeout_s, socket_connect_timeout=timeout_s, **self.login)
+        times = {"socket_timeout": timeout_s, "socket_connect_timeout": timeout_s}
+        return Redis(host="127.0.0.1", port=self.port, **times, **self.login)
 
     def pause(self) -> None:
         """It stops in the middle of whatever it does."""

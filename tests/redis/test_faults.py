@@ -261,4 +261,4 @@ async def test_blocks_of_several_parts(server: RedisServer) -> None:
             assert await load(tier, [key], size - 1) == [ReadOutcome.ABSENT]
             assert await store(tier, [key], size) == [WriteOutcome.EXISTS]
     with server.client() as client:
-        assert all(client.strlen(key) <= 4 << 20 for key in client.keys())
+        assert all(client.strlen(key) <= 4 << 20 for key in client.scan_iter())
