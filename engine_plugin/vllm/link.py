@@ -73,8 +73,7 @@ class Reply:
 class Commit:
     """Filled slots to be published under keys that follow one another."""
 
-    generation: bytes
-    offsets: np.ndarray
+    slots: Slots
     hashes: Sequence[bytes]
     parent: bytes | None
     kv_group: int = 0
@@ -86,7 +85,7 @@ class _Work:
     flush: bool = False
     queries: list[Query] = dataclasses.field(default_factory=list)
     commits: list[Commit] = dataclasses.field(default_factory=list)
-    aborts: list[tuple[bytes, np.ndarray]] = dataclasses.field(default_factory=list)
+    aborts: list[Slots] = dataclasses.field(default_factory=list)
     releases: list[Grant] = dataclasses.field(default_factory=list)
 
     def __bool__(self) -> bool:
@@ -122,7 +121,7 @@ class DaemonLink:
         self._wake = threading.Condition(self._lock)
         self._answered = threading.Event()
         self._work = _Work()
-        self._retry: list[tuple[bytes, np.ndarray]] = []  # owned by the thread: aborts that got no answer
+        self._retry: list[Slots] = []  # owned by the thread: aborts that got no answer
         self._retry_releases: list[Grant] = []  # likewise
         self._coming: list[Coming] = []  # likewise
         self._replies: list[Reply] = []
@@ -190,11 +189,11 @@ class DaemonLink:
             self._work.commits.append(commit)
             self._wake.notify()
 
-    def abort(self, generation: bytes, offsets: np.ndarray) -> None:
+    def abort(self, slots: Slots) -> None:
         """Returns slots behind. No worker may still write into them."""
-        if len(offsets):
+        if len(slots):
             with self._lock:
-                self._work.aborts.append((generation, offsets))
+                self._work.aborts.append(slots)
                 self._wake.notify()
 
     def release(self, pins: Iterable[Pins]) -> None:
@@ -218,7 +217,7 @@ class DaemonLink:
         be asked.
         """
         with self._lock:
-            self._work.aborts += [(commit.generation, commit.offsets) for commit in self._work.commits]
+            self._work.aborts += [commit.slots for commit in self._work.commits]
             self._work.commits.clear()
             self._work.flush = True
             self._flushes_wanted += 1
@@ -285,10 +284,10 @@ class DaemonLink:
             self._do_commit(commit)
         unused = self._stock.surplus(all_of_it=stop)
         if len(unused):
-            work.aborts.append((unused.generation, unused.offsets))
+            work.aborts.append(unused)
         aborts, self._retry = self._retry + work.aborts, []
-        for generation, offsets in aborts:
-            self._do_abort(generation, offsets)
+        for slots in aborts:
+            self._do_abort(slots)
         releases, self._retry_releases = self._retry_releases + work.releases, []
         if releases:
             self._do_release(releases)
@@ -394,15 +393,23 @@ class DaemonLink:
             self._work.releases += reply.pins.leases
 
     def _do_commit(self, commit: Commit) -> None:
-        arguments = (commit.generation, commit.offsets, commit.hashes)
+        slots = commit.slots
         outcomes, problem = self._call(
-            "commit", self._client.commit, *arguments, kv_group=commit.kv_group, parent=commit.parent
+            "commit",
+            self._client.commit,
+            slots.generation,
+            slots.offsets,
+            commit.hashes,
+            kv_group=commit.kv_group,
+            parent=commit.parent,
+            epochs=slots.epochs,
         )
         if problem:
-            self._count("not_published", problem, len(commit.offsets))
+            self._count("not_published", problem, len(slots))
             if problem != "stale":
-                # It may have been done: the daemon ignores an abort of what is published.
-                self._retry.append((commit.generation, commit.offsets))
+                # It may have been done: the daemon ignores an abort of what is published, and by their epochs one of
+                # slots that it has handed out anew.
+                self._retry.append(slots)
         elif commit.done is not None:
             commit.done(outcomes)
         if not problem:
@@ -411,12 +418,12 @@ class DaemonLink:
             self._count("published", "exists", exists)
             self._count("not_published", "not_reserved", len(outcomes) - stored - exists)
 
-    def _do_abort(self, generation: bytes, offsets: np.ndarray) -> None:
-        if generation != self._client.generation:
+    def _do_abort(self, slots: Slots) -> None:
+        if slots.generation != self._client.generation:
             return  # the pool is gone, or the session is: then the daemon takes them back itself
-        problem = self._call("abort", self._client.abort, generation, offsets)[1]
+        problem = self._call("abort", self._client.abort, slots.generation, slots.offsets, slots.epochs)[1]
         if problem in ("deadline", "draining"):
-            self._retry.append((generation, offsets))
+            self._retry.append(slots)
 
     def _do_release(self, leases: list[Grant]) -> None:
         problem = self._call("release", self._client.release, leases)[1]

@@ -127,7 +127,7 @@ class Stores:
             return None
         slots = self._link.take_slots(len(wanted))
         if len(slots) and slots.generation != self._ready_generation():
-            self._link.abort(slots.generation, slots.offsets)
+            self._link.abort(slots)
             self._skip("worker_detached", len(wanted))
             return None
         if len(slots) < len(wanted):
@@ -176,8 +176,7 @@ class Stores:
             self._forget(store)
             self._link.commit(
                 Commit(
-                    store.slots.generation,
-                    store.slots.offsets,
+                    store.slots,
                     [hash_of(key) for key in store.keys],
                     hash_of(store.parent) if store.parent is not None else None,
                     done=functools.partial(self._note_outcomes, store),
@@ -216,7 +215,7 @@ class Stores:
 
     def _give_back(self, store: Store, reason: str) -> None:
         self._forget(store)
-        self._link.abort(store.slots.generation, store.slots.offsets)
+        self._link.abort(store.slots)
         self._skip(reason, len(store.keys))
 
     def _forget(self, store: Store) -> None:

@@ -179,14 +179,16 @@ class FakeClient:
         *,
         kv_group: int = 0,
         parent: bytes | None = None,
+        epochs: np.ndarray | None = None,
     ) -> np.ndarray:
         daemon = self._call("commit")
         if generation != daemon.arena.generation:
             raise StaleGeneration("another life")
         outcomes = []
+        fresh = self._fresh(offsets, epochs)
         for offset, key in zip(offsets.tolist(), keys, strict=True):
             slot = int(offset) // SLOT_BYTES
-            if slot not in daemon.reserved:
+            if slot not in fresh:
                 outcomes.append(3)
                 continue
             daemon.reserved.remove(slot)
@@ -198,9 +200,17 @@ class FakeClient:
                 outcomes.append(1)
         return np.array(outcomes, np.uint8)
 
-    def abort(self, generation: bytes, offsets: np.ndarray) -> int:
+    def _fresh(self, offsets: np.ndarray, epochs: np.ndarray | None) -> set[int]:
+        """Slots that are reserved, and were not handed out anew since these epochs."""
+        assert epochs is not None, "a late call could hit slots that were handed out anew"
+        slots = [int(offset) // SLOT_BYTES for offset in offsets.tolist()]
+        now = self.daemon.arena.epochs[slots].tolist()
+        pairs = zip(slots, epochs.tolist(), now, strict=True)
+        return {slot for slot, then, current in pairs if then == current} & self.daemon.reserved
+
+    def abort(self, generation: bytes, offsets: np.ndarray, epochs: np.ndarray | None = None) -> int:
         daemon = self._call("abort")
-        slots = {int(offset) // SLOT_BYTES for offset in offsets.tolist()} & daemon.reserved
+        slots = self._fresh(offsets, epochs)
         if generation != daemon.arena.generation:
             return 0
         daemon.reserved -= slots

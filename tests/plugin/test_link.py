@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from engine_plugin.vllm.link import Commit, DaemonLink, Query
+from engine_plugin.vllm.stock import Slots
 from tests.plugin.fakes import SLOT_BYTES, FakeClient, FakeDaemon, FakeLease
 
 KEYS = [bytes([i]) * 32 for i in range(6)]
@@ -37,7 +38,7 @@ def test_asked_stored_found_and_given_back() -> None:
     slots = link.take_slots(len(KEYS))
     assert len(slots) == len(KEYS)  # announced by the misses
     outcomes: list[np.ndarray] = []
-    link.commit(Commit(slots.generation, slots.offsets, KEYS, None, done=outcomes.append))
+    link.commit(Commit(slots, KEYS, None, done=outcomes.append))
     wait_until(lambda: outcomes)
     assert outcomes[0].tolist() == [1] * len(KEYS)
 
@@ -58,7 +59,7 @@ def test_blocks_on_disk_are_asked_for_again_without_anybody_s_doing() -> None:
     daemon = FakeDaemon(32)
     client = FakeClient(daemon)
     reservation = client.reserve(len(KEYS))
-    client.commit(reservation.generation, reservation.offsets, KEYS)
+    client.commit(reservation.generation, reservation.offsets, KEYS, epochs=reservation.epochs)
     for key in KEYS:
         daemon.copy_down(key)
     for key in KEYS[2:]:
@@ -116,7 +117,7 @@ def test_nothing_waits_for_a_call_that_hangs() -> None:
     began = time.monotonic()
     link.ask([query()])
     link.release([])
-    link.abort(b"", np.zeros(1, np.uint64))
+    link.abort(Slots(b"", np.zeros(1, np.uint64), np.zeros(1, np.uint32)))
     link.flush()
     assert not link.replies()
     assert len(link.take_slots(3)) == 0
