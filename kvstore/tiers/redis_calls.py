@@ -34,7 +34,11 @@ from kvstore.tiers.redis_value import (
 from kvstore.tiers.redis_wire import OutOfTime, Piece, Pipe, pack
 
 T = TypeVar("T")
-#: Bytes and values that a reader has asked for and not got yet: the server keeps a copy of each until it is taken.
+#: Bytes that a reader has asked for and not got yet, beside one value: enough that the server never waits for us. It
+#: keeps a copy of each value until it is taken; when those no longer fit its caches it is half as fast.
+_AHEAD_BYTES: Final = 1 << 20
+_AHEAD_VALUES: Final = 64
+#: Bytes of values that are sent before their answers are read.
 _WINDOW_BYTES: Final = 8 << 20
 _WINDOW_VALUES: Final = 128
 #: Commands with short replies in one go.
@@ -246,24 +250,20 @@ class Calls:
         asked = [(place, part) for place, each in enumerate(readings) for part in range(part_count(each.size))]
         sizes = [part_bytes(readings[place].size, part) for place, part in asked]
         spoiled: list[int] = []
-        sent = under_way = 0
+        sent = ahead = 0
         for number, (place, part) in enumerate(asked):
-            # Asked for in advance, so that the server never waits for us, but only so much.
-            if under_way <= _WINDOW_BYTES // 2 and sent - number <= _WINDOW_VALUES // 2:
+            ahead -= sizes[number]  # what is asked for behind this one
+            if sent < len(asked) and ahead <= _AHEAD_BYTES // 2 and sent - number <= _AHEAD_VALUES // 2:
                 commands = []
-                while sent < len(asked) and (
-                    sent == number or (under_way < _WINDOW_BYTES and sent - number < _WINDOW_VALUES)
-                ):
+                while sent < len(asked) and ahead < _AHEAD_BYTES and sent - number < _AHEAD_VALUES:
                     other, other_part = asked[sent]
                     commands.append(pack(b"GET", self._names.part(readings[other].name, other_part)))
-                    under_way += sizes[sent]
+                    ahead += sizes[sent]
                     sent += 1
-                if commands:
-                    pipe.send([b"".join(commands)])
+                pipe.send([b"".join(commands)])
             pipe.next_value()
             reading = readings[place]
             self._read_part(pipe, reading, place, part, answer)
-            under_way -= sizes[number]
             if part == part_count(reading.size) - 1:
                 answer.outcomes[place], remove = reading.judge()
                 if remove:
