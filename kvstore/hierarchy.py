@@ -366,12 +366,11 @@ class Hierarchy:
         deadline = loop.time() + wait_s
         got = self.reserve(session, keyspace, count, request_id)
         while got.shortfall in (Shortfall.POPULATING, Shortfall.COPYING) and (left := deadline - loop.time()) > 0:
-            self._progress = self._progress or loop.create_future()
             try:
                 # Not wait_for: in Python 3.11 it swallows a cancellation that comes together with the answer.
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(left):
-                        await asyncio.shield(self._progress)
+                        await self.wait_for_room()
             except asyncio.CancelledError:
                 # The caller has gone and never learns of these slots.
                 self.abort(session, got.offsets)
@@ -385,6 +384,16 @@ class Hierarchy:
         if got.shortfall is not None:
             self.counts.refused[got.shortfall.value] += count - len(got.offsets)
         return got
+
+    @property
+    def populating(self) -> bool:
+        """Whether more of the pool gets its memory, by and by."""
+        return not self.arena.populated and not self.pool.population_failed and not self.draining
+
+    async def wait_for_room(self) -> None:
+        """Until more of the pool has its memory, or a block was copied down."""
+        self._progress = self._progress or asyncio.get_running_loop().create_future()
+        await asyncio.shield(self._progress)
 
     def add_populated(self, length: int) -> None:
         """The next `length` bytes of the pool have their memory."""
@@ -574,7 +583,8 @@ class Hierarchy:
         return self._waiting
 
     def wake_all(self) -> None:
-        """Lets every waiting select look again; for draining."""
+        """Lets everyone who waits look again; for draining."""
+        self._wake_reservers()
         for keyspace in self._keyspaces(None):
             for key in list(keyspace.waiters):
                 self._wake(keyspace, key)

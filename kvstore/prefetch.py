@@ -38,6 +38,9 @@ async def prefetch(hierarchy: Hierarchy, digest: bytes | None, max_bytes: int) -
         while transfers.coming_bytes and transfers.coming_bytes + keyspace.slot_bytes > _UNDER_WAY_BYTES:
             await transfers.wait_for_some()
             yield blocks, size
+        while hierarchy.pool.free_bytes < keyspace.slot_bytes and hierarchy.populating:
+            await hierarchy.wait_for_room()
+            yield blocks, size
         if hierarchy.pool.free_bytes < keyspace.slot_bytes or hierarchy.draining:
             break
         # The world may have changed while it waited: promote() looks again, and brings nothing that is there.

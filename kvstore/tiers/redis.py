@@ -25,11 +25,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Final, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
 
 from kvstore.blocks import DIGEST_BYTES
 from kvstore.clock import Clock
@@ -37,22 +36,18 @@ from kvstore.errors import ConfigError
 from kvstore.log import get_logger
 from kvstore.tier import ReadOutcome, Tier, TierNamespace, TierState, WriteOutcome
 from kvstore.tiers.io_threads import IoThreads, Lane
+from kvstore.tiers.redis_batches import Batches
 from kvstore.tiers.redis_books import Books
 from kvstore.tiers.redis_calls import Answer, Calls
-from kvstore.tiers.redis_health import Fault, RedisHealth
+from kvstore.tiers.redis_health import RedisHealth
 from kvstore.tiers.redis_keeper import Keeper
-from kvstore.tiers.redis_server import NoNode, make_servers
-from kvstore.tiers.redis_turn import Call, Progress, Stopper, Turn, run_to_end
+from kvstore.tiers.redis_server import make_servers
+from kvstore.tiers.redis_turn import Call, Progress, Stopper, run_to_end
 from kvstore.tiers.redis_upkeep import Upkeep
 from kvstore.tiers.redis_url import parse_redis_url
 from kvstore.tiers.redis_value import NAME_BYTES_MAX, Names
 
-T = TypeVar("T")
 KEY_PREFIX: Final = "kvstore:"
-#: A piece of a batch: enough to keep a connection busy, little enough to share a batch among threads.
-_PIECE_BYTES: Final = 16 << 20
-_PIECE_BLOCKS: Final = 256
-_ASK_BLOCKS: Final = 4096
 #: Threads for questions: one may wait for a node that does not answer.
 _ASK_THREADS: Final = 2
 _WRITE_QUEUE_BYTES: Final = 256 << 20
@@ -154,8 +149,17 @@ class RedisTier(Tier):
         self.swept = asyncio.Event()
         self._names = Names(key_prefix)
         self._progress = Progress()
+        self._batches = Batches(
+            self.servers, self._names, self.health, self.counts, deadline_s, lambda: self._keeper.refresh_soon()
+        )
         self._calls = Calls(
-            self.address, self.servers, self._names, self._may_ask, self._progress, ttl_s=ttl_s, stall_s=deadline_s
+            self.address,
+            self.servers,
+            self._names,
+            self._batches.may_ask,
+            self._progress,
+            ttl_s=ttl_s,
+            stall_s=deadline_s,
         )
         upkeep = Upkeep(self.address, self.servers, self._names, self._calls, ttl_s)
         self._keeper = Keeper(self, upkeep, sweep_interval_s)
@@ -229,70 +233,6 @@ class RedisTier(Tier):
 
     # -- blocks ------------------------------------------------------------------------------------------------------
 
-    def _may_ask(self, node: str) -> bool:
-        return not self.health.whole.open and not self.health.breaker(node).open
-
-    def _by_node(self, names: Sequence[bytes], places: Sequence[int]) -> dict[str, list[int]]:
-        """Places of blocks by the node that holds them; those that nobody is known to hold are left out."""
-        nodes: dict[str, list[int]] = {}
-        for place in places:
-            try:
-                node = self.servers.node_of(self._names.tag(names[place]))
-            except NoNode:
-                self.counts["no_node"] += 1
-                self._keeper.refresh_soon()
-                continue
-            if self._may_ask(node):
-                nodes.setdefault(node, []).append(place)
-        return nodes
-
-    async def _ask_nodes(
-        self,
-        outcomes: list[T],
-        names: Sequence[bytes],
-        places: Sequence[int],
-        sizes: Sequence[int] | None,
-        make_call: Callable[[], Call[Answer[T]]],
-        work: Callable[[Turn, str, list[int]], Answer[T]],
-        stopper: Stopper,
-    ) -> list[Answer[T]]:
-        """Shares a batch among nodes and threads and gathers the outcomes; once more for what has moved to another
-        node meanwhile.
-        """
-        answers: list[Answer[T]] = []
-        for _ in range(2):
-            call = stopper.watch(make_call())
-            pieces: list[tuple[str, list[int]]] = []
-            for node, mine in self._by_node(names, places).items():
-                for piece in _pieces(mine, sizes):
-                    call.submit(functools.partial(_work_on, work, node, piece))
-                    pieces.append((node, piece))
-            moved: list[int] = []
-            for (node, piece), (answer, stalled) in zip(pieces, await call.wait(), strict=True):
-                if answer is None:
-                    self.counts["given_up"] += len(piece)
-                    if stalled:
-                        self._failed(node, Fault("timeout", f"{node} did nothing for {self._deadline_s:g} s"))
-                    continue
-                answers.append(answer)
-                for place, outcome in zip(piece, answer.outcomes, strict=True):
-                    outcomes[place] = outcome
-                if answer.fault is not None:
-                    self._failed(node, answer.fault)
-                elif answer.done:
-                    self.health.breaker(node).answered()
-                moved += [piece[at] for at in answer.elsewhere]
-            if not moved or stopper.stopped:
-                break
-            self.counts["moved"] += len(moved)
-            self._keeper.refresh_soon()
-            places = sorted(set(moved))
-        return answers
-
-    def _failed(self, node: str, fault: Fault) -> None:
-        self.health.failed(node, fault)
-        self._keeper.refresh_soon()
-
     async def stat(self, keys: Sequence[bytes]) -> list[int | None]:
         sizes: list[int | None] = [None] * len(keys)
         places = [place for place, key in enumerate(keys) if not self._keeper.is_owed(key) and _fits(key)]
@@ -302,7 +242,7 @@ class RedisTier(Tier):
         stopper = Stopper()
         await run_to_end(
             stopper.stop,
-            self._ask_nodes(
+            self._batches.ask(
                 sizes,
                 keys,
                 places,
@@ -332,7 +272,7 @@ class RedisTier(Tier):
         moving = self._moving
         rooms = [buffer.cast("B") for _, buffer in blocks]
         until = time.monotonic() + deadline_s
-        answers = await self._ask_nodes(
+        answers = await self._batches.ask(
             outcomes,
             names,
             places,
@@ -407,7 +347,7 @@ class RedisTier(Tier):
                 await self.remove(victims)
             if mine and not stopper.stopped:
                 datas = [data.cast("B") for _, data in blocks]
-                answers = await self._ask_nodes(
+                answers = await self._batches.ask(
                     outcomes,
                     [key for key, _ in blocks],
                     list(mine.values()),
@@ -468,7 +408,7 @@ class RedisTier(Tier):
                 stopper = Stopper()
                 await run_to_end(
                     stopper.stop,
-                    self._ask_nodes(
+                    self._batches.ask(
                         outcomes,
                         names,
                         range(len(names)),
@@ -531,22 +471,3 @@ _THERE: Final = (WriteOutcome.STORED, WriteOutcome.EXISTS)
 
 def _fits(key: bytes) -> bool:
     return DIGEST_BYTES <= len(key) <= NAME_BYTES_MAX
-
-
-def _work_on(work: Callable[[Turn, str, list[int]], T], node: str, piece: list[int], turn: Turn) -> T:
-    return work(turn, node, piece)
-
-
-def _pieces(places: list[int], sizes: Sequence[int] | None) -> Iterator[list[int]]:
-    """Cuts what one node is asked for into pieces."""
-    piece: list[int] = []
-    total = 0
-    most = _ASK_BLOCKS if sizes is None else _PIECE_BLOCKS
-    for place in places:
-        piece.append(place)
-        total += 0 if sizes is None else sizes[place]
-        if len(piece) == most or total >= _PIECE_BYTES:
-            yield piece
-            piece, total = [], 0
-    if piece:
-        yield piece

@@ -38,9 +38,6 @@ T = TypeVar("T")
 #: keeps a copy of each value until it is taken; when those no longer fit its caches it is half as fast.
 _AHEAD_BYTES: Final = 1 << 20
 _AHEAD_VALUES: Final = 64
-#: Bytes of values that are sent before their answers are read.
-_WINDOW_BYTES: Final = 8 << 20
-_WINDOW_VALUES: Final = 128
 #: Commands with short replies in one go.
 _SHORT: Final = 512
 #: Bytes that are gathered before they are sent.
@@ -331,34 +328,26 @@ class Calls:
                 answer.outcomes[place] = WriteOutcome.EXISTS
             elif place not in answer.elsewhere:
                 places.append(place)
+        # All of it in one go: the answers are a few bytes each and fit the buffers on the way.
+        pieces: list[Piece] = []
+        gathered = 0
+        for place in places:
+            for command in self._value_pieces(*blocks[place]):
+                pieces += command
+                gathered += len(command[1])
+                if gathered >= _SEND_BYTES:
+                    # Checksums of the next ones are made while the server takes these.
+                    pipe.send(pieces)
+                    pieces, gathered = [], 0
+        if pieces:
+            pipe.send(pieces)
         broken: list[tuple[bytes, int]] = []
-        at = 0
-        while at < len(places):
-            # The server answers each only when it has it all: a window, so that answers don't pile up unread.
-            sending: list[int] = []
-            size = 0
-            while at < len(places) and (not sending or (size < _WINDOW_BYTES and len(sending) < _WINDOW_VALUES)):
-                sending.append(places[at])
-                size += blocks[places[at]][1].nbytes
-                at += 1
-            pieces: list[Piece] = []
-            gathered = 0
-            for place in sending:
-                for command in self._value_pieces(*blocks[place]):
-                    pieces += command
-                    gathered += len(command[1])
-                    if gathered >= _SEND_BYTES:
-                        # Checksums of the next ones are made while the server takes these.
-                        pipe.send(pieces)
-                        pieces, gathered = [], 0
-            if pieces:
-                pipe.send(pieces)
-            for place in sending:
-                name, data = blocks[place]
-                parts = part_count(data.nbytes)
-                answer.outcomes[place] = outcome = self._written(answer, place, [pipe.reply() for _ in range(parts)])
-                if outcome not in (WriteOutcome.STORED, WriteOutcome.EXISTS):
-                    broken.append((name, parts))
+        for place in places:
+            name, data = blocks[place]
+            parts = part_count(data.nbytes)
+            answer.outcomes[place] = outcome = self._written(answer, place, [pipe.reply() for _ in range(parts)])
+            if outcome not in (WriteOutcome.STORED, WriteOutcome.EXISTS):
+                broken.append((name, parts))
         # Parts of what was not stored as a whole. Nobody would miss them, but they take room.
         self._remove(pipe, broken)
 

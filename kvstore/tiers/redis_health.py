@@ -88,7 +88,6 @@ class RedisHealth:
     Attributes:
         fault: The last one; stays when all is well again.
         faults: How many there were, by kind.
-        unfit: Why what is there can't be used at all; empty where it can.
     """
 
     def __init__(self, name: str, clock: Clock, probe_s: float) -> None:

@@ -16,7 +16,6 @@ from kvstore.tiers.io_threads import Lane
 from kvstore.tiers.redis_calls import Answer
 from kvstore.tiers.redis_health import Fault
 from kvstore.tiers.redis_upkeep import ServerFacts, Upkeep
-from kvstore.tiers.redis_url import Kind
 
 if TYPE_CHECKING:
     from kvstore.tiers.redis import RedisTier
@@ -374,6 +373,5 @@ class Keeper:
                 for node, facts in sorted(self.facts.items())
             ],
             "kind": self._tier.address.kind.value,
-            "sharded": self._tier.address.kind is Kind.CLUSTER,
             "owed": len(self.owed) + len(self.owed_flushes),
         }

@@ -41,6 +41,8 @@ class Script:
         get: Answers a GET.
         greets: Whether it answers at all; set it to let it go on.
         reads: Whether it takes values of SET; set it to let it go on.
+        asked: Set when it was asked something and does not answer.
+        stuck: Set when it was sent a value and does not take it.
         taken: What it got as values.
         lost: Connections that the other side has closed.
     """
@@ -51,6 +53,7 @@ class Script:
         self.greets.set()
         self.reads = asyncio.Event()
         self.reads.set()
+        self.asked = asyncio.Event()
         self.stuck = asyncio.Event()
         self.taken: list[bytes] = []
         self.lost = 0
@@ -106,6 +109,8 @@ class Script:
         return arguments
 
     async def _answer(self, command: list[bytes], writer: asyncio.StreamWriter) -> None:
+        if not self.greets.is_set():
+            self.asked.set()
         await self.greets.wait()
         match command[0]:
             case b"GET" if self.get is not None:
@@ -163,11 +168,13 @@ class Halfway:
         await writer.drain()
 
 
-async def test_a_script_that_does_all_right(script: Script) -> None:
-    async def whole(command: list[bytes], writer: asyncio.StreamWriter) -> None:
-        value = value_of(KEY)
-        writer.write(b"$%d\r\n" % len(value) + value + b"\r\n")
+async def whole(command: list[bytes], writer: asyncio.StreamWriter) -> None:
+    """Answers GET as it should be."""
+    value = value_of(KEY)
+    writer.write(b"$%d\r\n" % len(value) + value + b"\r\n")
 
+
+async def test_a_script_that_does_all_right(script: Script) -> None:
     script.get = whole
     async with opened(url(script)) as tier:
         room = bytearray(SIZE)
@@ -224,17 +231,24 @@ async def test_what_is_sent_is_what_was_there_during_the_call(script: Script, ho
         assert all(bytes([LATE]) * 64 not in taken for taken in script.taken)
 
 
-async def test_a_server_that_does_not_greet_never_gets_the_buffer(script: Script) -> None:
-    async with opened(url(script), deadline_s=SHORT_S) as tier:
-        script.get = Halfway()
-        script.get.go_on.set()
+@pytest.mark.parametrize("how", ["stall", "deadline", "cancel"])
+async def test_a_connection_that_comes_too_late_never_gets_the_buffer(script: Script, how: str) -> None:
+    async with opened(url(script), deadline_s=SHORT_S if how == "stall" else 30.0) as tier:
+        await asyncio.to_thread(tier.servers.close)  # so that it has to connect anew
+        script.get = whole
         script.greets.clear()
         room = bytearray(SIZE)
-        assert await promptly(tier.read([(KEY, memoryview(room))], 30.0)) == [ReadOutcome.FAILED]
+        reading = asyncio.ensure_future(tier.read([(KEY, memoryview(room))], SHORT_S if how == "deadline" else 30.0))
+        await asyncio.wait_for(script.asked.wait(), PATIENCE_S)
+        if how == "cancel":
+            reading.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await promptly(reading)
+        else:
+            assert await promptly(reading) == [ReadOutcome.FAILED]
         script.greets.set()
-        await settled(script)
+        await tier.close()  # its threads have ended
         assert room == bytes(SIZE)
-        room.clear()
 
 
 async def test_a_caller_without_time_says_nothing_about_the_server(script: Script) -> None:
@@ -275,6 +289,7 @@ async def test_replies_that_make_no_sense_are_misses(script: Script, reply: byte
         (outcome,) = await promptly(tier.read([(KEY, memoryview(room))], 30.0), 2.0)
         assert outcome in (ReadOutcome.FAILED, ReadOutcome.ABSENT, ReadOutcome.DAMAGED)
         # What comes next is not taken for an answer to something else.
-        script.get = None
-        assert await tier.read([(KEY, memoryview(room))], 30.0) == [ReadOutcome.ABSENT]
-        assert room == bytes(SIZE) and tier.state is TierState.OK
+        assert room == bytes(SIZE)
+        script.get = whole
+        assert await tier.read([(KEY, memoryview(room))], 30.0) == [ReadOutcome.OK]
+        assert room == make_block(KEY, SIZE) and tier.state is TierState.OK
