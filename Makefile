@@ -10,7 +10,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Progress on a terminal, quiet in a pipe.
 PIP_INSTALL := -m pip install $(shell [ -t 2 ] || echo --quiet)
 
-.PHONY: help demo test test-crash lint docs stubs bench demo-vllm test-vllm clean
+.PHONY: help demo test test-crash servers lint docs stubs bench demo-vllm test-vllm clean
 
 help:
 	@echo "make demo       the main job without engines: a daemon, a prefill and a decode process, bytes verified"
@@ -27,8 +27,15 @@ help:
 demo: $(VENV)/core.stamp
 	$(VENV)/bin/python -m bench.demo
 
-test: lint
+test: lint servers
 	$(VENV)/bin/python -m pytest -m "not vllm and not crash" --ignore=tests/vllm
+
+# Real servers for the tests. Where they are not there and cannot be installed, what needs them is skipped, and says so.
+servers:
+	@if ! { command -v redis-server && command -v fio && command -v openssl; } >/dev/null; then \
+	    if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	        apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq redis-server fio openssl; \
+	    else echo "redis-server, fio or openssl is missing: apt-get install redis-server fio openssl" >&2; fi; fi
 
 # Hundreds of kills; about 10 minutes.
 test-crash: $(VENV)/test.stamp

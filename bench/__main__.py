@@ -8,7 +8,7 @@ from typing import Final
 
 from bench.harness import ROOT
 
-BENCHES: Final = ("same_host", "acquire", "directory", "startup")
+BENCHES: Final = ("same_host", "acquire", "directory", "startup", "disk", "redis")
 
 
 def main(arguments: list[str]) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,8 @@ def config(config_path: Path | None, **flags: Any) -> None:
     for name in Settings.model_fields:
         value = getattr(settings, name)
         place = origins[name].place if name in origins else "default"
+        if name == "redis_url" and value is not None:
+            value = re.sub(r"(://[^:/@]*):[^@]*@", r"\1:***@", value)
         if value is None:
             click.echo(f"# {name} is not set")
         else:

@@ -151,6 +151,44 @@ class Settings(pydantic.BaseModel):
         help="When a block is copied to disk. through: as soon as it is stored, so that a restart loses little. back: "
         "when its turn to leave the pool has come, and at a clean stop.",
     )
+    redis_url: str | None = _field(
+        "url",
+        None,
+        help="Redis or Valkey below the other tiers, shared by daemons on several hosts: redis://, rediss:// (TLS), "
+        "redis+cluster:// or redis+sentinel://, with user, password and database. Default: no Redis tier.",
+    )
+    redis_bytes: Bytes | None = _field(
+        "bytes",
+        None,
+        ge=_MIB,
+        metavar="SIZE",
+        help="Budget of this daemon's blocks in Redis, for a server without a maxmemory of its own.",
+    )
+    redis_ttl_s: int | None = _field(
+        "seconds",
+        None,
+        ge=1,
+        help="How long a block stays in Redis after its last use. Default: until it is evicted.",
+    )
+    redis_key_prefix: str = _field(
+        "text",
+        "kvstore:",
+        help="What every key in Redis begins with. Daemons that share blocks use the same.",
+    )
+    redis_connections: int = _field(
+        "connections",
+        4,
+        ge=2,
+        le=64,
+        help="Connections to each server.",
+    )
+    redis_deadline_s: float = _field(
+        "seconds",
+        0.25,
+        gt=0,
+        le=60,
+        help="How long Redis may take to answer, or to move the next bytes, before it counts as a miss.",
+    )
     block_size: int = _field(
         "tokens",
         64,
@@ -254,6 +292,8 @@ class Settings(pydantic.BaseModel):
             raise ValueError("--disk-dir needs --disk-bytes SIZE: the budget of the disk tier is never open-ended")
         if self.disk_bytes is not None and not self.disk_dir:
             raise ValueError("--disk-bytes needs --disk-dir FOLDER")
+        if self.redis_bytes is not None and self.redis_url is None:
+            raise ValueError("--redis-bytes needs --redis-url URL")
         if len(set(self.disk_dir)) != len(self.disk_dir):
             raise ValueError(f"--disk-dir names a folder twice: {', '.join(map(str, self.disk_dir))}")
         if self.keys_max * _KEY_WIRE_BYTES_MAX > self.message_bytes_max:

@@ -285,20 +285,38 @@ class _Daemon:
 
 
 def _tiers(settings: Settings, clock: Clock) -> list[Tier]:
-    """What the settings put below the pool, fastest first."""
-    if settings.disk_bytes is None:
-        return []
-    # Here, so that a daemon without a disk tier starts without the libraries of one.
-    from kvstore.tiers.disk import DiskTier
-    from kvstore.tiers.striped import StripedTier
+    """What the settings put below the pool, fastest first.
 
-    if len(settings.disk_dir) == 1:
-        return [DiskTier(settings.disk_dir[0], settings.disk_bytes, clock)]
-    parts = [
-        DiskTier(folder, settings.disk_bytes, clock, name=f"disk{index}")
-        for index, folder in enumerate(settings.disk_dir)
-    ]
-    return [StripedTier("disk", parts)]
+    Imports stand here, so that a daemon without a tier starts without its libraries.
+    """
+    tiers: list[Tier] = []
+    if settings.disk_bytes is not None:
+        from kvstore.tiers.disk import DiskTier
+        from kvstore.tiers.striped import StripedTier
+
+        if len(settings.disk_dir) == 1:
+            tiers.append(DiskTier(settings.disk_dir[0], settings.disk_bytes, clock))
+        else:
+            parts = [
+                DiskTier(folder, settings.disk_bytes, clock, name=f"disk{index}")
+                for index, folder in enumerate(settings.disk_dir)
+            ]
+            tiers.append(StripedTier("disk", parts))
+    if settings.redis_url is not None:
+        from kvstore.tiers.redis import open_redis_tier
+
+        tiers.append(
+            open_redis_tier(
+                settings.redis_url,
+                clock,
+                capacity_bytes=settings.redis_bytes,
+                key_prefix=settings.redis_key_prefix,
+                ttl_s=settings.redis_ttl_s,
+                connections=settings.redis_connections,
+                deadline_s=settings.redis_deadline_s,
+            )
+        )
+    return tiers
 
 
 def _progress_bar(total_bytes: int) -> Callable[[int], None]:

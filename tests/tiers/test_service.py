@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,10 +36,11 @@ def until(condition: Callable[[], bool], what: str) -> None:
 class Daemon:
     """A daemon on folders that outlive it."""
 
-    def __init__(self, folder: Path, *flags: str) -> None:
+    def __init__(self, folder: Path, *flags: str, disk: bool = True) -> None:
         self.endpoint = f"unix:{folder}/k.sock"
         self.command = [sys.executable, "-m", "kvstore", "serve", "--cpu-bytes", "40MiB", "--listen", self.endpoint]
-        self.command += ["--disk-dir", f"{folder}/disk", "--disk-bytes", "200MB", *flags]
+        self.command += ["--disk-dir", f"{folder}/disk", "--disk-bytes", "200MB"] if disk else []
+        self.command += flags
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
@@ -58,15 +60,16 @@ class Daemon:
         self.process.send_signal(number)
         return self.process.wait(LIMIT_S)
 
-    def stats(self) -> dict[str, object]:
+    def stats(self) -> dict[str, Any]:
         with AdminClient(self.endpoint) as admin:
             return admin.stats()
 
+    def tier(self, name: str) -> dict[str, Any]:
+        (found,) = (tier for tier in self.stats()["tiers"] if tier["name"] == name)
+        return dict(found)
+
     def blocks_on_disk(self) -> int:
-        tiers = self.stats()["tiers"]
-        assert isinstance(tiers, list)
-        (disk,) = (tier for tier in tiers if tier["name"] == "disk")
-        return int(disk["blocks"])
+        return int(self.tier("disk")["blocks"])
 
 
 @pytest.fixture(params=["one", "two"])
@@ -104,8 +107,7 @@ def test_blocks_survive_a_restart_and_the_client_goes_on(daemon: Daemon, number:
         until(lambda: client.lookup(keys) == len(keys), "the index is read")
         for start in range(0, len(keys), 20):
             check(client, keys[start : start + 20])
-        hits = daemon.stats()["hits"]
-        assert isinstance(hits, dict) and hits["disk"] >= len(keys) - 20
+        assert daemon.stats()["hits"]["disk"] >= len(keys) - 20
         # Removal reaches every tier, and stays after another restart.
         with client.drop_select(keys[:2], timeout_s=LIMIT_S) as found:
             assert len(found) == 2
