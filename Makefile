@@ -39,7 +39,7 @@ servers:
 
 # Hundreds of kills; about 10 minutes.
 test-crash: $(VENV)/test.stamp
-	$(VENV)/bin/python -m pytest -m crash --timeout 1800 tests/disk tests/crash
+	$(VENV)/bin/python -m pytest -m crash --timeout 1800 tests/disk tests/crash tests/redis
 
 lint: $(VENV)/test.stamp
 	$(VENV)/bin/ruff check .
