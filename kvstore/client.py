@@ -40,6 +40,7 @@ _SHORTFALL_WORDS: Final = {
     engine_pb2.SHORTFALL_POPULATING: "populating",
     engine_pb2.SHORTFALL_TOO_LARGE: "too_large",
     engine_pb2.SHORTFALL_DRAINING: "draining",
+    engine_pb2.SHORTFALL_COPYING: "copying",
 }
 
 
@@ -372,7 +373,7 @@ class Client:
             generation=reply.generation,
             offsets=offsets_array(reply.offsets),
             epochs=epochs_array(reply.epochs),
-            shortfall=_SHORTFALL_WORDS[reply.shortfall],
+            shortfall=_SHORTFALL_WORDS.get(reply.shortfall, "unknown"),
             exists=np.frombuffer(reply.exists, dtype=np.bool_),
             request_id=request_id,
         )

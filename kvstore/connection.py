@@ -18,9 +18,9 @@ from kvstore.arena import ArenaView
 from kvstore.blocks import Namespace
 from kvstore.endpoint import Endpoint
 from kvstore.errors import (
+    CallerMistake,
     ClientClosed,
     DaemonUnavailable,
-    DeadlineExceeded,
     ForkedClient,
     KVStoreError,
     StaleGeneration,
@@ -170,7 +170,9 @@ class Connection:
         except UnknownSession as error:
             self._lose(attached)
             raise StaleGeneration("the daemon was restarted, or ended this session: attaching again") from error
-        except (DeadlineExceeded, DaemonUnavailable):
+        except KVStoreError as error:
+            if isinstance(error, CallerMistake):
+                raise  # refused: it took nothing
             if request_id := getattr(request, "request_id", 0):
                 self.forget(request_id, attached)
             raise

@@ -40,6 +40,8 @@ NAMESPACES_MAX: Final = 4096
 NAMESPACE_TEXT_BYTES_MAX: Final = 256 << 10
 #: KV-cache groups of one namespace. The largest hybrid model known has 12.
 GROUPS_MAX: Final = 64
+#: How soon a select that found no room for a promotion tries again.
+_NO_ROOM_S: Final = 0.02
 #: Blocks that an operator's call removes before it lets others run.
 _STEP_BLOCKS: Final = 2048
 
@@ -230,10 +232,14 @@ class Hierarchy:
             if missing is None or left <= 0 or self.draining:
                 break
             if missing not in keyspace.blocks and self.transfers.tiers:
-                await self._promote(session, keyspace, keys, len(run))
+                pending = await self._promote(session, keyspace, keys, len(run))
+                if session.ended or request_id in session.forgotten:
+                    return None
                 # Whatever came up meanwhile woke nobody, since nobody waited yet: look before waiting.
                 if missing in keyspace.blocks:
                     continue
+                if pending and missing not in keyspace.coming:
+                    left = min(left, _NO_ROOM_S)  # there was no room to bring it up; nobody tells when there is
             await self._wait_for(keyspace, missing, left)
             # The world has changed: keys came and went, other callers claimed, this session may have ended. Nothing
             # that was seen above is used again.
@@ -373,11 +379,11 @@ class Hierarchy:
                         await self.wait_for_room()
             except asyncio.CancelledError:
                 # The caller has gone and never learns of these slots.
-                self.abort(session, got.offsets)
+                self._abort_own(session, got.offsets, request_id)
                 raise
             # The session may have ended in between; what it held went back then, or is left to its group.
             if session.ended or request_id in session.forgotten:
-                self.abort(session, got.offsets)
+                self._abort_own(session, got.offsets, request_id)
                 return Reserved([], Shortfall.DRAINING)
             more = self.reserve(session, keyspace, count - len(got.offsets), request_id)
             got = Reserved(got.offsets + more.offsets, more.shortfall)
@@ -477,6 +483,17 @@ class Hierarchy:
                 self.pool.give_back(session.group, offset)
                 returned += 1
         return returned
+
+    def _abort_own(self, session: Session, offsets: Iterable[int], request_id: int) -> None:
+        """Returns slots that this very request took and still holds."""
+        self.abort(
+            session,
+            [
+                offset
+                for offset in offsets
+                if (held := session.reserved.get(offset)) is not None and held.request_id == request_id
+            ],
+        )
 
     def _stale(self, offsets: Sequence[int], epochs: Sequence[int] | None) -> set[int]:
         """Slots that were handed out anew since these epochs.

@@ -179,7 +179,11 @@ class Inserter:
         with ThreadPoolExecutor(2, thread_name_prefix="kvstore-insert-call") as calls:
             while (job := self._queue.get()) is not None:
                 if isinstance(job, _Job):
-                    job.ticket._settle(self._insert(job, calls))
+                    try:
+                        result = self._insert(job, calls)
+                    except Exception as error:  # a defect here must not leave every later ticket waiting for ever
+                        result = InsertResult(0, 0, {type(error).__name__: len(job.keys)})
+                    job.ticket._settle(result)
                 else:
                     with contextlib.suppress(KVStoreError):
                         job()

@@ -14,6 +14,7 @@ from kvstore.clock import Clock
 from kvstore.directory import Block, Keyspace, Share
 from kvstore.errors import InvalidRequest, UnknownSession
 
+_GROUP_ID_BYTES: Final = 8
 #: Forgotten requests that a session remembers, in case one arrives after it was forgotten. They arrive within seconds.
 _FORGOTTEN_MAX: Final = 256
 
@@ -25,14 +26,17 @@ class Group(Share):
     so what it held stays held until the last member has ended.
 
     Attributes:
+        id: Random. Names this life of the group: when its last session has ended its slots go to others, and who
+            attaches under the same name later must not take the old ones for its own.
         members: Sessions that have not ended.
         lingering: Sessions that ended before the last member did.
     """
 
-    __slots__ = ("lingering", "members")
+    __slots__ = ("id", "lingering", "members")
 
     def __init__(self, name: str, share_bytes: int) -> None:
         super().__init__(name, share_bytes)
+        self.id = secrets.token_bytes(_GROUP_ID_BYTES)
         self.members: dict[bytes, Session] = {}
         self.lingering: list[Session] = []
 
@@ -143,7 +147,8 @@ class LeaseTable:
         del self._sessions[session.id]
         group = session.group
         del group.members[session.id]
-        group.lingering.append(session)
+        if session.leases or session.reserved or not group.members:
+            group.lingering.append(session)
         if group.members:
             return []
         del self._groups[group.name]

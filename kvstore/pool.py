@@ -34,6 +34,14 @@ class Shortfall(enum.Enum):
     COPYING = "copying"
 
 
+class Eviction(enum.Enum):
+    """What became of an attempt to evict one block."""
+
+    DONE = "done"
+    LATER = "later"  # one is being copied down, and leaves when that is done
+    NOTHING = "nothing"  # all are pinned
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Reserved:
     """Empty slots. `shortfall` says why there are fewer than asked."""
@@ -53,8 +61,10 @@ class Pool:
         segment_moves: Segments that changed their slot size under pressure.
         may_leave: Asked before an unpinned block is evicted. False: whoever answered has pinned it, and removes it
             later.
+        leaves: Told of each block that is evicted now, whatever may_leave would say.
         dirty_stays: Whether blocks without a copy below keep their segment from changing its slot size.
         copying: Whether so much is being copied down that no block without a copy can be taken on.
+        leaving_bytes: Bytes of slots that are being copied down now.
         population_failed: Whether population ended early for want of memory: what is there is all there will be.
     """
 
@@ -66,8 +76,10 @@ class Pool:
         self.segment_moves = 0
         self.population_failed = False
         self.may_leave: Callable[[Block], bool] = lambda block: True
+        self.leaves: Callable[[Block], None] = lambda block: None
         self.dirty_stays = False
         self.copying: Callable[[], bool] = lambda: False
+        self.leaving_bytes: Callable[[], int] = lambda: 0
         self._ticker = Ticker()
         self._homes: dict[int, list[Home]] = {}
 
@@ -80,17 +92,19 @@ class Pool:
         if not self.arena.fits(slot_bytes) or (group.share_bytes and slot_bytes > group.share_bytes):
             return Reserved([], Shortfall.TOO_LARGE)
         if group.share_bytes:
-            self._shrink_share(group, min(count * slot_bytes, group.share_bytes))
+            later = self._shrink_share(group, min(count * slot_bytes, group.share_bytes))
             allowed = min(count, max(0, group.share_bytes - group.used_bytes) // slot_bytes)
-            shortfall = Shortfall.SHARE if allowed < count else None
+            if allowed < count:
+                shortfall = Shortfall.COPYING if later else Shortfall.SHARE
         taken = self.arena.allocate(slot_bytes, allowed) if allowed else []
         while len(taken) < allowed:
             if not self.arena.populated and not self.population_failed:
                 # Memory is on its way; nothing has to leave for want of it.
                 shortfall = Shortfall.POPULATING
                 break
-            if not self._make_room(slot_bytes, allowed - len(taken)):
-                shortfall = Shortfall.COPYING if self.dirty_stays and self.copying() else Shortfall.PINNED
+            made = self._make_room(slot_bytes, allowed - len(taken))
+            if made is not Eviction.DONE:
+                shortfall = Shortfall.COPYING if made is Eviction.LATER else Shortfall.PINNED
                 break
             taken += self.arena.allocate(slot_bytes, allowed - len(taken))
         group.used_bytes += len(taken) * slot_bytes
@@ -147,7 +161,7 @@ class Pool:
         evicted = 0
         before, free = self.used_bytes, self.free_bytes
         while evicted < limit and free + before - self.used_bytes < free_bytes:
-            if not self._evict_coldest(self.homes()):
+            if self._evict_coldest(self.homes()) is not Eviction.DONE:
                 break
             evicted += 1
         return evicted
@@ -189,27 +203,38 @@ class Pool:
             for home, several in by_home.items():
                 home.policy.touch(several, age - depth[home])
 
-    def _shrink_share(self, group: Share, needed_bytes: int) -> None:
-        """Evicts a group's own blocks, coldest first, until its share has room for so many bytes more."""
-        while group.used_bytes + needed_bytes > group.share_bytes:
-            if not self._evict_coldest([home for home in self.homes() if home.share is group]):
-                return
+    def _shrink_share(self, group: Share, needed_bytes: int) -> bool:
+        """Evicts a group's own blocks, coldest first, until its share has room for so many bytes more.
 
-    def _evict_coldest(self, homes: list[Home]) -> bool:
-        """Evicts the coldest unpinned block of these homes; False where nothing can leave now."""
+        Returns whether some of the room is made only when blocks have been copied down.
+        """
+        leaving_bytes = 0
+        while group.used_bytes - leaving_bytes + needed_bytes > group.share_bytes:
+            homes = [home for home in self.homes() if home.share is group]
+            before = self.leaving_bytes()
+            made = self._evict_coldest(homes)
+            if made is Eviction.NOTHING or (made is Eviction.LATER and self.leaving_bytes() == before):
+                break
+            leaving_bytes += self.leaving_bytes() - before
+        return leaving_bytes > 0
+
+    def _evict_coldest(self, homes: list[Home]) -> Eviction:
+        """Evicts the coldest unpinned block of these homes."""
         while True:
             block = self._pop_coldest(homes)
             if block is None:
-                return False
+                return Eviction.NOTHING
             if self.dirty_stays and self.copying() and not block.below:
                 # It could only leave without a copy; a little later it leaves with one.
                 self._pass(block)
                 block.home.next.append(block)
-                return False
+                return Eviction.LATER
             if self.may_leave(block):
                 self._unlink(block, "evicted")
                 self._free_slot(block)
-                return True
+                return Eviction.DONE
+            if self.dirty_stays:
+                return Eviction.LATER  # it is being copied, and leaves then; taking on more would empty the pool
 
     def _pop_coldest(self, homes: list[Home]) -> Block | None:
         """Takes the block that should leave first out of the order.
@@ -252,9 +277,8 @@ class Pool:
     def _pass(block: Block) -> None:
         block.home.passed[block] = None
 
-    def _make_room(self, slot_bytes: int, wanted: int) -> bool:
-        """Frees at least one slot of a size, or granules for it, if anything can leave; about `wanted` if so many are
-        cold.
+    def _make_room(self, slot_bytes: int, wanted: int) -> Eviction:
+        """Frees at least one slot of a size, or granules for it; about `wanted` if so many are cold.
 
         The coldest leave first over all sizes: a segment of another size changes hands if, on the average, its blocks
         are colder than the coldest block of this size. That is also what ends the starvation of a size: with few slots,
@@ -265,14 +289,33 @@ class Pool:
         if len(self.arena.classes) > (slot_bytes in self.arena.classes) and self._move_segment(
             slot_bytes, min(ages) if ages else None
         ):
-            return True
-        for freed in range(wanted):
-            if not self._evict_coldest(own):
-                # All that is left of this size is pinned, so whatever others have is colder than nothing.
-                return freed > 0 or self._move_segment(slot_bytes, None)
+            return Eviction.DONE
+        outcomes: set[Eviction] = set()
+        for _ in range(wanted):
             if not own:  # the last block of this size left and took its home along
-                return True
-        return True
+                break
+            outcomes.add(self._evict_coldest(own))
+            if Eviction.NOTHING in outcomes:
+                break
+        if Eviction.DONE in outcomes:
+            return Eviction.DONE
+        if Eviction.LATER in outcomes:
+            return Eviction.LATER
+        # All that is left of this size is pinned, so whatever others have is colder than nothing.
+        if self._move_segment(slot_bytes, None):
+            return Eviction.DONE
+        return Eviction.LATER if self.dirty_stays and self._clean_others(slot_bytes, wanted) else Eviction.NOTHING
+
+    def _clean_others(self, slot_bytes: int, wanted: int) -> bool:
+        """Has the coldest blocks of other sizes copied down, where only that keeps their segments from changing hands.
+
+        Returns whether any are on their way.
+        """
+        others = [home for size, homes in self._homes.items() if size != slot_bytes for home in homes]
+        for _ in range(max(1, wanted * slot_bytes // min((home.slot_bytes for home in others), default=slot_bytes))):
+            if self._evict_coldest(others) is Eviction.NOTHING:
+                break
+        return self.leaving_bytes() > 0
 
     def _move_segment(self, slot_bytes: int, own_age: int | None) -> bool:
         """Empties the coldest run of segments of other sizes that is colder than `own_age` (None: than nothing)."""
@@ -306,7 +349,7 @@ class Pool:
             if coldest is not None:
                 for segment in coldest[1]:
                     for block in list(self._blocks_in(segment)):
-                        self.may_leave(block)
+                        self.leaves(block)
                         self._unlink(block, "evicted")
                         self._free_slot(block)
                 self.segment_moves += len(coldest[1])

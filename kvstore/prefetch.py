@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections import deque
 from collections.abc import AsyncIterator, Iterator
 from typing import Final
 
@@ -12,6 +14,10 @@ from kvstore.tier import KEY_PREFIX_BYTES
 
 #: Bytes that are under way at once: enough to keep a disk busy, and little against a pool.
 _UNDER_WAY_BYTES: Final = 64 << 20
+#: The last ones are waited for by name, at most so many.
+_UNDER_WAY_MAX: Final = 65_536
+#: Blocks that are looked at before others may run.
+_STEP_BLOCKS: Final = 256
 
 
 async def prefetch(hierarchy: Hierarchy, digest: bytes | None, max_bytes: int) -> AsyncIterator[tuple[int, int]]:
@@ -32,7 +38,8 @@ async def prefetch(hierarchy: Hierarchy, digest: bytes | None, max_bytes: int) -
     share = Share("kvstore prefetch", 0)
     transfers = hierarchy.transfers
     blocks = size = 0
-    for keyspace, key in _below(hierarchy, digest):
+    coming: deque[tuple[Keyspace, bytes]] = deque(maxlen=_UNDER_WAY_MAX)
+    for seen, (keyspace, key) in enumerate(_below(hierarchy, digest)):
         if max_bytes and size + keyspace.block_bytes > max_bytes:
             break
         while transfers.coming_bytes and transfers.coming_bytes + keyspace.slot_bytes > _UNDER_WAY_BYTES:
@@ -44,9 +51,13 @@ async def prefetch(hierarchy: Hierarchy, digest: bytes | None, max_bytes: int) -
         if hierarchy.pool.free_bytes < keyspace.slot_bytes or hierarchy.draining:
             break
         # The world may have changed while it waited: promote() looks again, and brings nothing that is there.
-        if await transfers.promote(share, keyspace, [key], None, chained=False):
+        await transfers.promote(share, keyspace, [key], None, chained=False)
+        if key in keyspace.coming:
+            coming.append((keyspace, key))
             blocks, size = blocks + 1, size + keyspace.block_bytes
-    while transfers.coming_bytes:
+        if seen % _STEP_BLOCKS == _STEP_BLOCKS - 1:
+            await asyncio.sleep(0)  # engines come first
+    while any(key in keyspace.coming for keyspace, key in coming):
         await transfers.wait_for_some()
     yield blocks, size
 

@@ -35,6 +35,7 @@ _SHORTFALLS: Final = {
     Shortfall.POPULATING: engine_pb2.SHORTFALL_POPULATING,
     Shortfall.TOO_LARGE: engine_pb2.SHORTFALL_TOO_LARGE,
     Shortfall.DRAINING: engine_pb2.SHORTFALL_DRAINING,
+    Shortfall.COPYING: engine_pb2.SHORTFALL_COPYING,
 }
 
 Method = Callable[[Any, Any, Any], Awaitable[Any]]
@@ -142,7 +143,7 @@ class EngineService(_Servicer, engine_pb2_grpc.EngineServicer):
             yield engine_pb2.AttachEvent(
                 welcome=engine_pb2.Welcome(
                     session=session.id,
-                    generation=self._generation,
+                    generation=self._generation + session.group.id,
                     pool_bytes=arena.size_bytes,
                     handoff_path=self._handoff_path,
                     block_size=self._block_size,
@@ -212,7 +213,7 @@ class EngineService(_Servicer, engine_pb2_grpc.EngineServicer):
         # Every group is looked up before the first pin is taken, so that a bad query leaves nothing held.
         keyspaces = [hierarchy.keyspace(request.namespace, query.group) for query in request.queries]
         return engine_pb2.AcquireReply(
-            generation=self._generation,
+            generation=self._generation + session.group.id,
             grants=[
                 self._granted(
                     *await hierarchy.acquire_or_promote(session, keyspace, list(query.keys), request.request_id)
@@ -235,7 +236,7 @@ class EngineService(_Servicer, engine_pb2_grpc.EngineServicer):
             wait_s=self._wait_s(request.wait_ms),
             request_id=request.request_id,
         )
-        return engine_pb2.SelectReply(generation=self._generation, grant=self._granted(lease))
+        return engine_pb2.SelectReply(generation=self._generation + session.group.id, grant=self._granted(lease))
 
     @_method
     async def Release(self, request: engine_pb2.ReleaseRequest, context: Any) -> Any:
@@ -262,7 +263,7 @@ class EngineService(_Servicer, engine_pb2_grpc.EngineServicer):
         )
         offsets = np.array(got.offsets, dtype="<u8")
         return engine_pb2.ReserveReply(
-            generation=self._generation,
+            generation=self._generation + session.group.id,
             offsets=offsets.tobytes(),
             epochs=self._hierarchy.arena.epochs_of(offsets).tobytes(),
             shortfall=_SHORTFALLS[got.shortfall],

@@ -102,6 +102,8 @@ class Transfers:
         self._tasks: set[asyncio.Task[None]] = set()
         if self.tiers:
             pool.may_leave = self._may_leave
+            pool.leaves = self._leaves
+            pool.leaving_bytes = lambda: self._queued_bytes
             pool.dirty_stays = policy is WritePolicy.BACK
             pool.copying = lambda: self._queued_bytes >= self._bytes_max
 
@@ -126,17 +128,22 @@ class Transfers:
 
     def _may_leave(self, block: Block) -> bool:
         """Whether the pool may free a block now. If not, it leaves by itself once it is copied."""
+        # Under `through` too: when it was stored there was too much to copy, and by now there may be time for it.
+        if not block.below and self._enqueue(block, leaves=True):
+            self._start_writing()
+            return False
+        self._leaves(block)
+        return True
+
+    def _leaves(self, block: Block) -> None:
+        """The pool frees a block now."""
+        self._later.pop(block, None)
         if block.below:
             # From now on the copy below is the only one: its recency is that of this block.
             for tier in self.tiers:
                 tier.touch([block.name])
-            return True
-        if self._enqueue(block, leaves=True):
-            self._start_writing()
-            return False
-        self._later.pop(block, None)
-        self.counts["left_without_copy"] += 1
-        return True
+        else:
+            self.counts["left_without_copy"] += 1
 
     def _enqueue(self, block: Block, *, leaves: bool) -> bool:
         size = block.keyspace.slot_bytes
