@@ -52,6 +52,8 @@ def test_autostart_with_vllms_usual_processes(
         assert stats["tiers"][0]["capacity_bytes"] == 300_000_000
         assert stats["block_size"] == BLOCK_TOKENS
         assert os.getsid(pid) == pid  # it outlives the engine
+        # Stores that find the pool without memory so far are skipped, and not offered again.
+        wait_until("the pool is populated", lambda: daemon.stats()["tiers"][0]["state"] == "ok", 60)
         engine.wait_storing(daemon)
         before = daemon.stored_blocks()
         assert engine.generate(prompt(34))[0]["tokens"] == answers(prompt(34))
