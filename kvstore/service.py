@@ -138,7 +138,8 @@ class EngineService(_Servicer, engine_pb2_grpc.EngineServicer):
         news = asyncio.Event()
         self._news.add(news)
         arena = self._hierarchy.arena
-        told, draining = arena.populated_bytes, False
+        # Clients make page-table entries for what is populated, which would give retired granules their memory again.
+        told, draining = 0 if arena.retired_granules else arena.populated_bytes, False
         try:
             yield engine_pb2.AttachEvent(
                 welcome=engine_pb2.Welcome(
@@ -154,7 +155,7 @@ class EngineService(_Servicer, engine_pb2_grpc.EngineServicer):
             while not session.ended:
                 await news.wait()
                 news.clear()
-                if arena.populated_bytes != told:
+                if arena.populated_bytes != told and not arena.retired_granules:
                     told = arena.populated_bytes
                     yield engine_pb2.AttachEvent(population=engine_pb2.Population(populated_bytes=told))
                 if self._hierarchy.draining and not draining:

@@ -202,6 +202,11 @@ class Transfers:
                             block.below = True
                 if removed:
                     await tier.delete(removed)
+                    # A block that was stored anew under such a name has lost its copy too, if it had found one.
+                    for block in blocks:
+                        living = block.keyspace.blocks.get(block.key)
+                        if living is not None and living is not block:
+                            living.below = False
         finally:
             self._writing -= 1
             for block, leaves in batch:

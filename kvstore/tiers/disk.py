@@ -55,6 +55,8 @@ _OPEN_S: Final = 5.0
 _CLOSE_S: Final = 5.0
 #: Blocks that a loop over the whole index handles before others may run.
 _STEP: Final = 16384
+#: Removals that are remembered by name while the medium does not answer; beyond that everything on it is removed.
+_OWED_MAX: Final = 262_144
 
 
 class DiskTier(Tier):
@@ -120,6 +122,9 @@ class DiskTier(Tier):
         #: The medium answered at all: the directory is held, or is known not to be.
         self._answered = asyncio.Event()
         self._closed = False
+        #: What was removed while there was no index to remove it from.
+        self._owed_keys: set[bytes] = set()
+        self._owed_digests: set[bytes | None] = set()
         self._held = False
         self._bringing_up: asyncio.Task[None] | None = None
         self._threads: IoThreads | None = None
@@ -229,6 +234,7 @@ class DiskTier(Tier):
         for namespace in self._namespaces.values():  # remembered while the index was read
             self.committer.remember(namespace.digest, namespace)
         self._namespaces = {namespace.digest: namespace for namespace in loaded.namespaces} | self._namespaces
+        self._pay_owed()
         self.health.recovered()
         self._loaded.set()
         if loaded.rebuilt:
@@ -366,6 +372,7 @@ class DiskTier(Tier):
         if self.room is None and not self._closed and self.health.state is TierState.OK:
             await self._loaded.wait()  # what is not read yet must not come back either
         if self.committer is None:
+            self._owe(keys)
             return 0
         found = 0
         for key in keys:
@@ -382,6 +389,7 @@ class DiskTier(Tier):
         if self.room is None and not self._closed and self.health.state is TierState.OK:
             await self._loaded.wait()
         if self.committer is None:
+            self._owed_digests.add(digest)
             return 0
         assert digest is None or len(digest) == DIGEST_BYTES
         found = 0
@@ -398,6 +406,26 @@ class DiskTier(Tier):
                 self.committer.remember(known, None)
         await self.committer.flush()
         return found
+
+    def _owe(self, keys: Sequence[bytes]) -> None:
+        """The medium does not answer: what is removed now is removed once its index is read, before anybody gets it."""
+        self._owed_keys.update(keys)
+        if len(self._owed_keys) > _OWED_MAX:
+            self._owed_keys.clear()
+            self._owed_digests.add(None)
+
+    def _pay_owed(self) -> None:
+        """Removes what was to be removed while the medium did not answer."""
+        assert self.committer is not None
+        digests = tuple(digest for digest in self._owed_digests if digest is not None)
+        for key in list(self.books.index) if self._owed_digests else self._owed_keys:
+            entry = self.books.index.get(key)
+            owed = None in self._owed_digests or key in self._owed_keys or key.startswith(digests)
+            if entry is not None and owed:
+                self.books.remove(entry)
+                self.committer.removed(entry)
+        self._owed_keys.clear()
+        self._owed_digests.clear()
 
     def touch(self, keys: Sequence[bytes]) -> None:
         index = self.books.index

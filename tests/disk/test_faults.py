@@ -355,6 +355,28 @@ async def test_a_medium_that_cannot_be_opened_is_tried_again(tmp_path: Path) -> 
         assert await load(tier, KEYS) == [OK] * 16
 
 
+@pytest.mark.parametrize("what", ["some", "namespace", "all"])
+async def test_what_was_removed_while_it_could_not_be_opened_does_not_come_back(tmp_path: Path, what: str) -> None:
+    async with opened(tmp_path) as tier:
+        await store(tier, KEYS)
+    io, clock = SickIO(), FakeClock()
+    io.errors["pwritev"] = errno.EROFS
+    async with opened(tmp_path, clock=clock, io=io) as tier:
+        await _until(lambda: tier.state is TierState.FAILED)
+        if what == "some":
+            await tier.delete(KEYS[:4])
+        else:
+            await tier.delete_namespace(KEYS[0][:16] if what == "namespace" else None)
+        io.recover()
+        await heal(tier, clock)
+        await tier.wait_loaded()
+        expected = [ABSENT] * 4 + [OK] * 12 if what == "some" else [ABSENT] * 16
+        assert await load(tier, KEYS) == expected
+        assert await tier.sync()
+    async with opened(tmp_path) as tier:
+        assert await load(tier, KEYS) == expected
+
+
 async def test_a_damaged_block_is_a_miss_until_it_is_written_again(tmp_path: Path) -> None:
     async with opened(tmp_path, prewrite=False) as tier:
         await store(tier, KEYS)
