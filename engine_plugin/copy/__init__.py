@@ -1,6 +1,14 @@
-"""Copy engines: move a batch of fragments between an engine's KV memory and the pool in one native call.
+"""Copy engines: move a job's fragments between an engine's KV memory and the pool in a few native calls.
 
-A batch is three arrays (destination address, source address, size), built with array arithmetic by the caller. Nothing
-here loops over fragments in Python: in an engine that shares its process with a busy scheduler thread, each of the
-hundreds of fragments of a prefix would wait for the interpreter lock (measured: 2 s instead of 60 ms for 62 MB).
+    contract        what every engine promises, and to whom          (no torch)
+    cpu             KV memory on the host: one loop of memcpy without the interpreter lock
+    cuda            KV memory on a GPU: registered pool, streams and events
+    registration    makes the pool known to the GPU, in the background
+    paths           which way a batch goes, from measurements           (no torch)
+    runs            array arithmetic on fragments                       (no torch)
+    kernels         the Triton kernel
+    cudart          the CUDA runtime calls that torch does not offer
+
+Nothing here loops over fragments in Python: in an engine that shares its process with a busy scheduler thread, each of
+the hundreds of fragments of a prefix would wait for the interpreter lock (measured: 2 s instead of 60 ms for 62 MB).
 """

@@ -9,7 +9,9 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import itertools
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Collection
 from typing import Any, Final
 
 import numpy as np
@@ -17,6 +19,8 @@ from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
+
+from engine_plugin.copy.contract import CopyEngine, CopyStats, Fragments, Pool, Then
 
 #: Below this many bytes a batch is not worth splitting over threads.
 SPLIT_BYTES_MIN: Final = 8 << 20
@@ -53,44 +57,98 @@ def _compile() -> Callable[[Any, Any, Any], None]:
 copy_fragments = _compile()
 
 
-class CpuCopier:
-    """Runs batches in the background, in the order they were given.
+class _Job:
+    __slots__ = ("future", "over")
 
-    Threads: `submit` from one thread; the copies run on threads of their own, without the interpreter lock.
-    Ownership: the caller keeps the memory behind the addresses alive until the future is done.
+    def __init__(self) -> None:
+        self.over = False
+        self.future: concurrent.futures.Future[None] | None = None
+
+
+class CpuCopyEngine(CopyEngine):
+    """Runs jobs on threads of its own, without the interpreter lock: one order for loads, one for stores.
+
+    `then` is called on those threads. A store begins at once: host memory has no stream, and vLLM's CPU build has
+    written a block when it asks for its store.
     """
 
     def __init__(self, threads: int) -> None:
         self._threads = max(1, threads)
-        # One thread orders the batches; the helpers only take parts of the one it is working on.
-        self._order = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="kvstore-copy")
+        # One thread orders the jobs of a direction; the helpers only take parts of the one it is working on.
+        self._stores = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="kvstore-store")
+        self._loads = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="kvstore-load")
         self._helpers = (
             concurrent.futures.ThreadPoolExecutor(self._threads - 1, thread_name_prefix="kvstore-copy-part")
             if self._threads > 1
             else None
         )
+        self._lock = threading.Lock()  # guards the two below
+        self._bytes = 0
+        self._failed = 0
+        self._pool: Pool | None = None
 
-    def submit(
-        self, dst: np.ndarray, src: np.ndarray, size: np.ndarray, then: Callable[[], Any]
-    ) -> concurrent.futures.Future[Any]:
-        """Copies `size[i]` bytes from `src[i]` to `dst[i]` for every i, then calls `then` on the copying thread."""
-        return self._order.submit(self._run, dst, src, size, then)
+    def use_pool(self, pool: Pool | None) -> None:
+        self._pool = pool
+
+    def store(self, fragments: Fragments, then: Then) -> _Job:
+        return self._begin(self._stores, fragments.pool, fragments.kv, fragments, then)
+
+    def load(self, fragments: Fragments, then: Then) -> _Job:
+        return self._begin(self._loads, fragments.kv, fragments.pool, fragments, then)
+
+    def poll(self) -> None:
+        """Nothing to do: jobs end by themselves."""
+
+    def wait(self, copies: Collection[_Job]) -> None:
+        concurrent.futures.wait([copy.future for copy in copies if copy.future is not None])
+
+    def stats(self) -> CopyStats:
+        pool = self._pool
+        with self._lock:
+            return CopyStats({"cpu": self._bytes}, self._failed, pool_bytes=pool.size_bytes if pool else 0)
 
     def close(self) -> None:
-        """Waits for what was submitted."""
-        self._order.shutdown(wait=True)
-        if self._helpers is not None:
-            self._helpers.shutdown(wait=True)
+        for executor in (self._stores, self._loads, self._helpers):
+            if executor is not None:
+                executor.shutdown(wait=True)
+        self._pool = None
 
-    def _run(self, dst: np.ndarray, src: np.ndarray, size: np.ndarray, then: Callable[[], Any]) -> Any:
-        if self._helpers is None or int(size.sum()) < SPLIT_BYTES_MIN or len(size) < self._threads:
+    def _begin(
+        self,
+        executor: concurrent.futures.ThreadPoolExecutor,
+        dst: np.ndarray,
+        src: np.ndarray,
+        fragments: Fragments,
+        then: Then,
+    ) -> _Job:
+        job = _Job()
+
+        def run() -> None:
+            started, error = time.monotonic(), None
+            try:
+                self._copy(dst, src, fragments.size)
+            except BaseException as problem:
+                error = problem
+            with self._lock:
+                if error is None:
+                    self._bytes += fragments.size_bytes
+                else:
+                    self._failed += 1
+            job.over = True
+            then(time.monotonic() - started, error)
+
+        job.future = executor.submit(run)
+        return job
+
+    def _copy(self, dst: np.ndarray, src: np.ndarray, size: np.ndarray) -> None:
+        total = int(size.sum())
+        if self._helpers is None or total < SPLIT_BYTES_MIN or len(size) < self._threads:
             copy_fragments(dst, src, size)
-            return then()
-        ends = np.searchsorted(np.cumsum(size), np.linspace(0, int(size.sum()), self._threads + 1)[1:-1])
+            return
+        ends = np.searchsorted(np.cumsum(size), np.linspace(0, total, self._threads + 1)[1:-1])
         bounds = [0, *ends.tolist(), len(size)]
         parts = [slice(a, b) for a, b in itertools.pairwise(bounds)]
         others = [self._helpers.submit(copy_fragments, dst[p], src[p], size[p]) for p in parts[1:]]
         copy_fragments(dst[parts[0]], src[parts[0]], size[parts[0]])
         for other in others:
             other.result()
-        return then()

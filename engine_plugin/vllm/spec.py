@@ -94,7 +94,7 @@ class KVStoreSpec(OffloadingSpec):
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         if self._worker is None:
-            from engine_plugin.copy.cpu import CpuCopier
+            from engine_plugin.copy.cpu import CpuCopyEngine
 
             layout = layout_of(kv_caches)
             rank = self.config.parallel.rank
@@ -103,7 +103,7 @@ class KVStoreSpec(OffloadingSpec):
             self._worker = KVStoreWorker(
                 layout,
                 client=self._connect(f"worker {rank}", None),
-                copier=CpuCopier(self._settings.settled_copy_threads()),
+                engine=CpuCopyEngine(self._settings.settled_copy_threads()),
                 rank=rank,
                 blocks_per_slot=self.blocks_per_chunk,
                 rank_bytes=rank_bytes_of(self.config),

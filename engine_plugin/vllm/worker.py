@@ -11,10 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import time
 from collections import Counter, deque
-from concurrent.futures import Future
-from concurrent.futures import wait as wait_for_copies
 from typing import Any
 
 import numpy as np
@@ -26,6 +23,7 @@ from vllm.v1.kv_offload.base import (
     TransferResult,
 )
 
+from engine_plugin.copy.contract import Copy, CopyEngine, Fragments
 from engine_plugin.vllm.guard import guarded, limited_log, nothing
 from engine_plugin.vllm.messages import SlotSpec, WorkerReport
 from kvstore.errors import ConfigError
@@ -91,11 +89,11 @@ class _Outcome:
 class KVStoreWorker(OffloadingWorker):
     """See the module. One per rank.
 
-    Threads: vLLM calls from one thread; copies end on the copier's thread, which only puts into `_finished`.
+    Threads: vLLM calls from one thread; copies may end on a thread of the engine's, which only puts into `_finished`.
 
     Args:
         client: This process's session with the daemon; owned and closed here.
-        copier: Runs batches in the background; owned and closed here.
+        engine: Moves the bytes; owned and closed here.
         blocks_per_slot: KV blocks of the engine that one slot holds.
         rank_bytes: Bytes of this rank's part of a slot, as the scheduler computes it.
     """
@@ -105,7 +103,7 @@ class KVStoreWorker(OffloadingWorker):
         layout: RankLayout,
         *,
         client: Any,
-        copier: Any,
+        engine: CopyEngine,
         rank: int,
         blocks_per_slot: int,
         rank_bytes: int,
@@ -117,11 +115,11 @@ class KVStoreWorker(OffloadingWorker):
             )
         self._layout = layout
         self._client = client
-        self._copier = copier
+        self._engine = engine
         self._rank = rank
         self._blocks_per_slot = blocks_per_slot
         self._rank_bytes = rank_bytes
-        self._under_way: dict[int, Future[Any]] = {}
+        self._under_way: dict[int, Copy] = {}
         self._finished: deque[_Outcome] = deque()
         self._last_attached: bytes | None = None
         self._report = WorkerReport()
@@ -144,6 +142,7 @@ class KVStoreWorker(OffloadingWorker):
         """Every job that is over. Success is always said: vLLM takes a failure here as a defect of its own. What
         failed is told through `take_failed_loads` and `take_report`.
         """
+        self._engine.poll()
         results = []
         while self._finished:
             outcome = self._finished.popleft()
@@ -155,11 +154,11 @@ class KVStoreWorker(OffloadingWorker):
 
     @guarded(nothing)
     def wait(self, job_ids: set[int]) -> None:
-        wait_for_copies([self._under_way[job_id] for job_id in job_ids if job_id in self._under_way])
+        self._engine.wait([self._under_way[job_id] for job_id in job_ids if job_id in self._under_way])
 
     @guarded(nothing)
     def shutdown(self) -> None:
-        self._copier.close()
+        self._engine.close()
         self._client.close()
 
     # -- for the connector ---------------------------------------------------------------------------------------------
@@ -173,6 +172,8 @@ class KVStoreWorker(OffloadingWorker):
         """What the scheduler should know since the last call; empty where nothing has changed."""
         arena = self._client.arena if self._client.attached else None
         attached = arena.generation if arena is not None else b""
+        # Registration begins before the first copy, and a mapping whose daemon is gone is let go of.
+        self._engine.use_pool(arena)
         if attached != self._last_attached:
             self._last_attached = attached
             self._report.attached[self._rank] = attached
@@ -206,17 +207,22 @@ class KVStoreWorker(OffloadingWorker):
         if not len(spec.offsets) and not len(kv_spec.block_ids):
             self._finished.append(_Outcome(job_id, spec, is_load, "", 0, 0.0))
             return ""
-        kv, slots, size = self._fragments(kv_spec, spec, arena, is_load)
-        started = time.monotonic()
+        fragments = self._fragments(kv_spec, spec, arena, is_load)
+        size_bytes = fragments.size_bytes
 
-        def over() -> None:
-            problem = "epoch" if is_load and not self._still_pinned(arena, spec) else ""
-            seconds = time.monotonic() - started
-            self._finished.append(_Outcome(job_id, spec, is_load, problem, int(size.sum()), seconds))
+        def over(seconds: float, error: BaseException | None) -> None:
+            problem = "error"  # whatever happens here, the job is over: its request would wait for ever
+            try:
+                if error is not None:
+                    limited_log("copy", logging.ERROR, "kvstore: a copy failed: %r", error)
+                else:
+                    problem = "epoch" if is_load and not self._still_pinned(arena, spec) else ""
+            finally:
+                self._finished.append(_Outcome(job_id, spec, is_load, problem, size_bytes, seconds))
 
-        dst, src = (kv, slots) if is_load else (slots, kv)
-        self._under_way[job_id] = future = self._copier.submit(dst, src, size, over)
-        future.add_done_callback(lambda done: self._if_broken(done, job_id, spec, is_load))
+        self._engine.use_pool(arena)
+        begin = self._engine.load if is_load else self._engine.store
+        self._under_way[job_id] = begin(fragments, over)
         return ""
 
     @staticmethod
@@ -224,15 +230,7 @@ class KVStoreWorker(OffloadingWorker):
         """After the copy: whether the slots were the pinned ones all along."""
         return np.array_equal(arena.epochs_of(spec.offsets), spec.epochs)
 
-    def _if_broken(self, future: Future[Any], job_id: int, spec: SlotSpec, is_load: bool) -> None:
-        """A copy that ended with an exception is over all the same: its request would wait for ever."""
-        if future.exception() is not None:
-            limited_log("copy", logging.ERROR, "kvstore: a copy failed: %r", future.exception())
-            self._finished.append(_Outcome(job_id, spec, is_load, "error", 0, 0.0))
-
-    def _fragments(
-        self, kv_spec: GPULoadStoreSpec, spec: SlotSpec, arena: Any, is_load: bool
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _fragments(self, kv_spec: GPULoadStoreSpec, spec: SlotSpec, arena: Any, is_load: bool) -> Fragments:
         """Addresses in KV memory and in the pool, and sizes, of every page of a job."""
         layout = self._layout
         block_ids = kv_spec.block_ids.astype(np.int64)
@@ -255,7 +253,7 @@ class KVStoreWorker(OffloadingWorker):
         kv = (layout.base[None, :] + rows * layout.stride[None, :]).ravel()
         pool = (in_pool + layout.place[None, :]).ravel()
         size = np.tile(layout.page, len(rows))
-        return tuple(np.ascontiguousarray(array, np.uint64) for array in (kv, pool, size))  # type: ignore[return-value]
+        return Fragments(*(np.ascontiguousarray(array, np.uint64) for array in (kv, pool, size)))
 
     def _note(self, outcome: _Outcome) -> None:
         spec = outcome.spec

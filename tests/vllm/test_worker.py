@@ -46,7 +46,7 @@ class Rig:
         import torch
         from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
 
-        from engine_plugin.copy.cpu import CpuCopier
+        from engine_plugin.copy.cpu import CpuCopyEngine
         from engine_plugin.vllm.worker import KVStoreWorker, layout_of
 
         torch.manual_seed(0)
@@ -59,7 +59,7 @@ class Rig:
         self.worker = KVStoreWorker(
             layout_of(caches),
             client=self.session,
-            copier=CpuCopier(2),
+            engine=CpuCopyEngine(2),
             rank=RANK,
             blocks_per_slot=BLOCKS_PER_SLOT,
             rank_bytes=RANK_BYTES,
@@ -213,5 +213,5 @@ def test_another_layout_than_the_schedulers_is_refused(rig: Rig) -> None:
 
     with pytest.raises(ConfigError, match="this KV cache layout does not work"):
         KVStoreWorker(
-            rig.worker._layout, client=rig.session, copier=None, rank=0, blocks_per_slot=4, rank_bytes=RANK_BYTES
+            rig.worker._layout, client=rig.session, engine=None, rank=0, blocks_per_slot=4, rank_bytes=RANK_BYTES
         )
