@@ -14,7 +14,7 @@ from pathlib import Path
 import click
 
 from kvstore.cli import EXIT_CODE_HELP, kvstore
-from kvstore.config import Limits, Settings, flag_of, variable_of
+from kvstore.config import FILE_ONLY, Limits, Settings, flag_of, variable_of
 from kvstore.metrics import FAMILIES
 
 FOLDER = Path(__file__).parent
@@ -65,9 +65,13 @@ def settings() -> str:
         elif field.default_factory is not None:
             default = "see there"
         else:
-            default = "none" if field.default is None else f"`{field.default}`"
+            unset = field.default in (None, ())
+            default = "none" if unset else f"`{'false' if field.default is False else field.default}`"
+        flag, variable = f"`{flag_of(name)} {_cell(str(field.json_schema_extra['metavar']))}`", f"`{variable_of(name)}`"
+        if name in FILE_ONLY:
+            flag = variable = "-"
         lines.append(
-            f"| `{name}` | `{flag_of(name)} {_cell(str(field.json_schema_extra['metavar']))}` | `{variable_of(name)}` "
+            f"| `{name}` | {flag} | {variable} "
             f"| {field.json_schema_extra['unit']} | {default} | {_cell(field.description or '')} |"
         )
     return "\n".join([*lines, ""])

@@ -5,21 +5,23 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import click
 
-from kvstore.config import CONFIG_VARIABLE, Settings, flag_of, gather, load_settings
+from kvstore.config import CONFIG_VARIABLE, FLAGS, Origin, Settings, flag_of, gather, load_settings
 
 
 def _settings_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """One flag per setting. Values are passed on as written; config checks them and names the flag."""
-    for name, field in reversed(Settings.model_fields.items()):
+    for name in reversed(FLAGS):
+        field = Settings.model_fields[name]
         extra = field.json_schema_extra
         assert isinstance(extra, dict)
-        shown_default = "" if field.default_factory or field.is_required() or field.default is None else field.default
+        unshown = field.default_factory or field.is_required() or field.default in (None, ())
+        shown_default = "" if unshown else str(field.default).lower() if field.default is False else field.default
         function = click.option(
             flag_of(name),
             name,
@@ -60,15 +62,28 @@ def config(config_path: Path | None, **flags: Any) -> None:
     """
     settings = load_settings(flags, config_path)
     origins = gather(flags, config_path, os.environ)
-    for name in Settings.model_fields:
-        value = getattr(settings, name)
-        place = origins[name].place if name in origins else "default"
-        if name == "redis_url" and value is not None:
-            value = re.sub(r"(://[^:/@]*):[^@]*@", r"\1:***@", value)
-        if value is None:
-            click.echo(f"# {name} is not set")
-        else:
-            click.echo(f"{name} = {_toml(value)}  # {place}")
+    in_tables = tuple(f"{kind}_" for kind in settings.tiers)
+    for name in FLAGS:
+        if not name.startswith(in_tables):
+            _print_setting(settings, origins, name, name)
+    click.echo(f"# the order of the tiers: {' -> '.join(('cpu', *settings.tier_order))}")
+    # Tables come last in TOML: what follows one belongs to it.
+    for kind in settings.tiers:
+        click.echo(f'\n[[tiers]]\nkind = "{kind}"')
+        for name in FLAGS:
+            if name.startswith(f"{kind}_"):
+                _print_setting(settings, origins, name, name.removeprefix(f"{kind}_"))
+
+
+def _print_setting(settings: Settings, origins: Mapping[str, Origin], name: str, shown_name: str) -> None:
+    value = getattr(settings, name)
+    place = origins[name].place if name in origins else "default"
+    if name == "redis_url" and value is not None:
+        value = re.sub(r"(://[^:/@]*):[^@]*@", r"\1:***@", value)
+    if value is None:
+        click.echo(f"# {shown_name} is not set")
+    else:
+        click.echo(f"{shown_name} = {_toml(value)}  # {place}")
 
 
 def _toml(value: Any) -> str:

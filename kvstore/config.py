@@ -24,6 +24,7 @@ from kvstore.endpoint import ENVIRONMENT_VARIABLE, Endpoint, default_endpoint, p
 from kvstore.errors import ConfigError, InvalidRequest
 from kvstore.machine import Machine, read_machine
 from kvstore.secret import read_token
+from kvstore.tier_tables import KINDS, read_tier_tables
 
 PREFIX: Final = "KVSTORE_"
 #: Variable that names the TOML file where the flag is not given.
@@ -149,7 +150,14 @@ class Settings(pydantic.BaseModel):
         "choice",
         "through",
         help="When a block is copied to disk. through: as soon as it is stored, so that a restart loses little. back: "
-        "when its turn to leave the pool has come, and at a clean stop.",
+        "when its turn to leave the pool has come, and at a clean stop. Redis below the disk gets it right after.",
+    )
+    disk_keep_promoted: bool = _field(
+        "choice",
+        False,
+        metavar="true|false",
+        help="Whether the disk keeps what came up from Redis too, so that the next time it need not come over the "
+        "network.",
     )
     redis_url: str | None = _field(
         "url",
@@ -267,6 +275,14 @@ class Settings(pydantic.BaseModel):
         help="Log lines on stderr. auto: console on a terminal, one JSON object a line in a pipe.",
     )
 
+    tiers: tuple[Literal["disk", "redis"], ...] = _field(
+        "tables",
+        (),
+        metavar="",
+        help="Only in the file: one [[tiers]] table for each tier below the pool, in the order in which blocks are "
+        "copied down and looked for. Default: disk, then Redis, as far as they are set.",
+    )
+
     @pydantic.field_validator("metrics_listen")
     @classmethod
     def _metrics_speak_http(cls, value: Endpoint | None) -> Endpoint | None:
@@ -288,6 +304,15 @@ class Settings(pydantic.BaseModel):
                     f"--listen {endpoint} can be reached from other machines and needs --token-file FILE"
                     " (or listen on 127.0.0.1 or a Unix socket)"
                 )
+        given = [kind for kind, first in zip(KINDS, (self.disk_dir, self.redis_url), strict=True) if first]
+        for kind, first in zip(KINDS, ("dir", "url"), strict=True):
+            if self.tiers and kind in given and kind not in self.tiers:
+                raise ValueError(
+                    f"--{kind}-{first} names a tier that has no [[tiers]] table, which say the order: add one with"
+                    f' kind = "{kind}", or remove the flag'
+                )
+            if kind in self.tiers and kind not in given:
+                raise ValueError(f"[[tiers]] of kind {kind!r} has no {first}: write it there, or --{kind}-{first}")
         if self.disk_dir and self.disk_bytes is None:
             raise ValueError("--disk-dir needs --disk-bytes SIZE: the budget of the disk tier is never open-ended")
         if self.disk_bytes is not None and not self.disk_dir:
@@ -303,6 +328,13 @@ class Settings(pydantic.BaseModel):
                 f" it takes {self.keys_max * _KEY_WIRE_BYTES_MAX}"
             )
         return self
+
+    @property
+    def tier_order(self) -> tuple[str, ...]:
+        """Kinds of the tiers below the pool, in the order in which blocks are copied down and looked for."""
+        if self.tiers:
+            return self.tiers
+        return tuple(kind for kind, first in zip(KINDS, (self.disk_dir, self.redis_url), strict=True) if first)
 
     @property
     def limits(self) -> Limits:
@@ -331,6 +363,12 @@ class Origin:
     place: str
 
 
+#: What can only be written in the file.
+FILE_ONLY: Final = frozenset({"tiers"})
+#: Settings that have a flag and a variable.
+FLAGS: Final = tuple(name for name in Settings.model_fields if name not in FILE_ONLY)
+
+
 def flag_of(name: str) -> str:
     """Command-line flag of a setting."""
     return "--" + name.replace("_", "-")
@@ -356,11 +394,14 @@ def gather(flags: Mapping[str, object], config_path: Path | None, environ: Mappi
     if config_path is None and environ.get(CONFIG_VARIABLE):
         config_path = Path(environ[CONFIG_VARIABLE])
     if config_path is not None:
-        for name, value in _read_toml(config_path).items():
+        written = _read_toml(config_path)
+        for name, value in written.items():
             if name not in Settings.model_fields:
                 raise _unknown(f"{config_path}: {name!r}", name, Settings.model_fields)
             found[name] = Origin(value, str(config_path))
-    variables = {variable_of(name): name for name in Settings.model_fields}
+        if "tiers" in written:
+            found |= _from_tables(written, str(config_path))
+    variables = {variable_of(name): name for name in FLAGS}
     for variable, text in sorted(environ.items()):
         if not variable.startswith(PREFIX) or variable in (ENVIRONMENT_VARIABLE, CONFIG_VARIABLE):
             continue
@@ -369,8 +410,8 @@ def gather(flags: Mapping[str, object], config_path: Path | None, environ: Mappi
         elif not _is_kubernetes(variable, text):
             raise _unknown(f"environment variable {variable}", variable, variables)
     for name, value in flags.items():
-        if name not in Settings.model_fields:
-            raise _unknown(f"flag {flag_of(name)}", flag_of(name), map(flag_of, Settings.model_fields))
+        if name not in FLAGS:
+            raise _unknown(f"flag {flag_of(name)}", flag_of(name), map(flag_of, FLAGS))
         if value is not None and value != ():
             found[name] = Origin(value, flag_of(name))
     if "listen" not in found:
@@ -380,6 +421,15 @@ def gather(flags: Mapping[str, object], config_path: Path | None, environ: Mappi
         except InvalidRequest as error:
             raise ConfigError(str(error)) from error
     return found
+
+
+def _from_tables(written: Mapping[str, object], place: str) -> dict[str, Origin]:
+    tables = read_tier_tables(written["tiers"], place, Settings.model_fields)
+    for name in written:
+        if name in FLAGS and name.startswith(tuple(f"{kind}_" for kind in tables.kinds)):
+            raise ConfigError(f"{place}: {name!r} stands beside [[tiers]]: write it in the table of its tier")
+    found = {name: Origin(value, f"[[tiers]] in {place}") for name, value in tables.settings.items()}
+    return found | {"tiers": Origin(tables.kinds, place)}
 
 
 def load_settings(

@@ -78,7 +78,13 @@ class _Daemon:
         self._generation = secrets.token_bytes(8)
         self._arena = Arena(settings.cpu_bytes, settings.hugepages)
         self._tiers = _tiers(settings, self._clock)
-        self._hierarchy = Hierarchy(self._arena, self._clock, self._tiers, WritePolicy(settings.disk_write_policy))
+        self._hierarchy = Hierarchy(
+            self._arena,
+            self._clock,
+            self._tiers,
+            WritePolicy(settings.disk_write_policy),
+            keepers=[tier for tier in self._tiers if tier.name == "disk" and settings.disk_keep_promoted],
+        )
         self._gate = Gate(settings.read_token())
         unix = next((endpoint for endpoint in settings.listen if endpoint.is_unix), None)
         limits = settings.limits
@@ -285,38 +291,41 @@ class _Daemon:
 
 
 def _tiers(settings: Settings, clock: Clock) -> list[Tier]:
-    """What the settings put below the pool, fastest first.
+    """What the settings put below the pool, in their order."""
+    make = {"disk": _disk_tier, "redis": _redis_tier}
+    return [make[kind](settings, clock) for kind in settings.tier_order]
 
-    Imports stand here, so that a daemon without a tier starts without its libraries.
-    """
-    tiers: list[Tier] = []
-    if settings.disk_bytes is not None:
-        from kvstore.tiers.disk import DiskTier
-        from kvstore.tiers.striped import StripedTier
 
-        if len(settings.disk_dir) == 1:
-            tiers.append(DiskTier(settings.disk_dir[0], settings.disk_bytes, clock))
-        else:
-            parts = [
-                DiskTier(folder, settings.disk_bytes, clock, name=f"disk{index}")
-                for index, folder in enumerate(settings.disk_dir)
-            ]
-            tiers.append(StripedTier("disk", parts))
-    if settings.redis_url is not None:
-        from kvstore.tiers.redis import open_redis_tier
+# Imports stand in these two, so that a daemon without a tier starts without its libraries.
 
-        tiers.append(
-            open_redis_tier(
-                settings.redis_url,
-                clock,
-                capacity_bytes=settings.redis_bytes,
-                key_prefix=settings.redis_key_prefix,
-                ttl_s=settings.redis_ttl_s,
-                connections=settings.redis_connections,
-                deadline_s=settings.redis_deadline_s,
-            )
-        )
-    return tiers
+
+def _disk_tier(settings: Settings, clock: Clock) -> Tier:
+    from kvstore.tiers.disk import DiskTier
+    from kvstore.tiers.striped import StripedTier
+
+    assert settings.disk_bytes is not None
+    if len(settings.disk_dir) == 1:
+        return DiskTier(settings.disk_dir[0], settings.disk_bytes, clock)
+    parts = [
+        DiskTier(folder, settings.disk_bytes, clock, name=f"disk{index}")
+        for index, folder in enumerate(settings.disk_dir)
+    ]
+    return StripedTier("disk", parts)
+
+
+def _redis_tier(settings: Settings, clock: Clock) -> Tier:
+    from kvstore.tiers.redis import open_redis_tier
+
+    assert settings.redis_url is not None
+    return open_redis_tier(
+        settings.redis_url,
+        clock,
+        capacity_bytes=settings.redis_bytes,
+        key_prefix=settings.redis_key_prefix,
+        ttl_s=settings.redis_ttl_s,
+        connections=settings.redis_connections,
+        deadline_s=settings.redis_deadline_s,
+    )
 
 
 def _progress_bar(total_bytes: int) -> Callable[[int], None]:

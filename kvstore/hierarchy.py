@@ -74,11 +74,17 @@ class Hierarchy:
         clock: Clock,
         tiers: Sequence[Tier] = (),
         write_policy: WritePolicy = WritePolicy.THROUGH,
+        keepers: Sequence[Tier] = (),
     ) -> None:
-        """`tiers`: what is below the pool, fastest first. The caller opens them before and closes them afterwards."""
+        """
+        Args:
+            tiers: What is below the pool, in the order of copy-down. The caller opens them before and closes them
+                afterwards.
+            keepers: Those of them that keep what came up from another one, too.
+        """
         self.arena = arena
         self.pool = Pool(arena)
-        self.transfers = Transfers(self.pool, tiers, write_policy, clock, self._wake, self._wake_reservers)
+        self.transfers = Transfers(self.pool, tiers, write_policy, clock, self._wake, self._wake_reservers, keepers)
         self.sessions = LeaseTable(clock)
         self.namespaces: dict[bytes, NamespaceEntry] = {}
         self.counts = Counts()

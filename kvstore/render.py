@@ -157,7 +157,7 @@ def _tiers(tiers: Sequence[Mapping[str, Any]]) -> RenderableType:
             str(tier["blocks"]),
             str(tier.get("evictions", "-")),
         )
-    return _titled("tiers", table)
+    return _titled(f"tiers, in the order of copy-down: {' -> '.join(tier['name'] for tier in tiers)}", table)
 
 
 def _classes(tier: Mapping[str, Any]) -> RenderableType:

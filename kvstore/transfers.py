@@ -4,18 +4,21 @@ On the hierarchy's thread; tiers move the bytes on executors of their own. Both 
 that is being copied down has a pin, a slot that is being filled from below is taken and not yet a block.
 
 Copy-down
-    ``through``: a block is copied down as soon as it is committed. ``back``: when its turn to leave has come. Either
-    way the queue is bounded, in bytes; what does not fit is copied when there is room again, or lost (counted) if its
-    turn to leave comes before. Loads never wait for a store.
+    Along the tiers, one after the other, in the order that was configured. ``through``: a block is copied down as soon
+    as it is committed. ``back``: when its turn to leave has come. Either way the queue is bounded, in bytes; what does
+    not fit is copied when there is room again, or lost (counted) if its turn to leave comes before. Loads never wait
+    for a store.
 Promotion
     One for each key, however many ask. It ends with the block in the pool, or with the knowledge that it cannot be had;
     in both cases whoever waits for the key looks again. A key that could not be read is not tried again for RETRY_S.
+    What came up is copied to the tiers that are told to keep such blocks.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import enum
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
@@ -49,13 +52,28 @@ class WritePolicy(enum.Enum):
     BACK = "back"
 
 
+@dataclasses.dataclass(slots=True)
+class _Copy:
+    """One block that is to be copied down.
+
+    Attributes:
+        leaves: Whether it leaves the pool afterwards.
+        tiers: Where it goes.
+    """
+
+    block: Block
+    leaves: bool
+    tiers: tuple[Tier, ...]
+
+
 class Transfers:
     """See the module.
 
     Args:
-        tiers: Fastest first.
+        tiers: In the order in which they are written and looked at.
         wake: Called for each key whose promotion has ended, one way or the other.
         room_made: Called when copies have been made, so that blocks can leave the pool that could not before.
+        keepers: Those of the tiers that keep what came up from another one.
 
     Attributes:
         counts: What happened: promoted, copied, and what was not and why. Only ever grows.
@@ -73,6 +91,7 @@ class Transfers:
         clock: Clock,
         wake: Callable[[Keyspace, bytes], None],
         room_made: Callable[[], None],
+        keepers: Sequence[Tier] = (),
     ) -> None:
         self.tiers = tuple(tiers)
         self.counts: Counter[str] = Counter()
@@ -80,6 +99,7 @@ class Transfers:
         self.filling: dict[int, Promotion] = {}
         self._pool = pool
         self._policy = policy
+        self._keepers = tuple(keepers)
         self._clock = clock
         self._wake = wake
         self._room_made = room_made
@@ -87,10 +107,10 @@ class Transfers:
         self._clean_bytes = int(pool.arena.size_bytes * _CLEAN_SHARE)
         self._queued_bytes = 0
         self._coming_bytes = 0
-        #: Blocks to copy down, oldest first; True: the block leaves the pool afterwards.
-        self._queue: deque[tuple[Block, bool]] = deque()
-        #: Blocks that found the queue full, oldest first.
-        self._later: dict[Block, None] = {}
+        #: Blocks to copy down, oldest first.
+        self._queue: deque[_Copy] = deque()
+        #: Blocks that found the queue full, oldest first, and where they are to go.
+        self._later: dict[Block, tuple[Tier, ...]] = {}
         self._writing = 0
         self._failed: dict[bytes, float] = {}
         #: Names that are being removed: until that is done, the tiers may still have them, and nobody may get them.
@@ -114,7 +134,7 @@ class Transfers:
         if self._policy is WritePolicy.THROUGH:
             for block in blocks:
                 if not self._enqueue(block, leaves=False):
-                    self._later[block] = None
+                    self._later[block] = self.tiers
         elif self._pool.arena.size_bytes - self._pool.used_bytes < self._clean_bytes:
             self._clean_ahead()
         self._start_writing()
@@ -137,15 +157,17 @@ class Transfers:
 
     def _leaves(self, block: Block) -> None:
         """The pool frees a block now."""
-        self._later.pop(block, None)
+        later = self._later.pop(block, None)
         if block.below:
+            self.counts["not_kept"] += later is not None
             # From now on the copy below is the only one: its recency is that of this block.
             for tier in self.tiers:
                 tier.touch([block.name])
         else:
             self.counts["left_without_copy"] += 1
 
-    def _enqueue(self, block: Block, *, leaves: bool) -> bool:
+    def _enqueue(self, block: Block, *, leaves: bool, tiers: tuple[Tier, ...] | None = None) -> bool:
+        """Whether a block is going to be copied now, to `tiers`: None is all of them."""
         size = block.keyspace.slot_bytes
         if block in self.held:
             return False
@@ -156,35 +178,40 @@ class Transfers:
         block.pins += 1
         self.held.add(block)
         self._held_names[block.name] += 1
-        self._queue.append((block, leaves))
+        self._queue.append(_Copy(block, leaves, self.tiers if tiers is None else tiers))
         return True
 
     def _catch_up(self) -> None:
         """What was stored faster than it could be copied is copied when there is time for it."""
         while self._later and self._queued_bytes < self._bytes_max:
             block = next(iter(self._later))
-            del self._later[block]
-            if block.state is BlockState.READY and not block.below:
-                self._enqueue(block, leaves=False)
+            tiers = self._later.pop(block)
+            # Where it goes to some tiers only, it has a copy in another one.
+            if block.state is BlockState.READY and (tiers != self.tiers or not block.below):
+                self._enqueue(block, leaves=False, tiers=tiers)
 
     def _start_writing(self) -> None:
         while self._queue and self._writing < _WRITES:
-            batch: list[tuple[Block, bool]] = []
+            batch: list[_Copy] = []
             size = 0
             while self._queue and len(batch) < _BATCH_BLOCKS and (not batch or size < _BATCH_BYTES):
                 batch.append(self._queue.popleft())
-                size += batch[-1][0].keyspace.slot_bytes
+                size += batch[-1].block.keyspace.slot_bytes
             self._writing += 1
             self._spawn(self._copy_down(batch))
 
-    async def _copy_down(self, batch: list[tuple[Block, bool]]) -> None:
+    async def _copy_down(self, batch: list[_Copy]) -> None:
         lost: set[Block] = set()
         try:
             for tier in self.tiers:
                 # Removed by a caller while it waited: nobody wants a copy.
-                blocks = [block for block, _ in batch if block.state is BlockState.READY and block not in lost]
+                blocks = [
+                    copy.block
+                    for copy in batch
+                    if tier in copy.tiers and copy.block.state is BlockState.READY and copy.block not in lost
+                ]
                 if not blocks:
-                    break
+                    continue
                 outcomes = await tier.write(
                     [(block.name, self._view(block.keyspace, block.offset)) for block in blocks], WRITE_DEADLINE_S
                 )
@@ -209,7 +236,8 @@ class Transfers:
                             living.below = False
         finally:
             self._writing -= 1
-            for block, leaves in batch:
+            for copy in batch:
+                block = copy.block
                 if block not in lost:
                     self.held.discard(block)
                 self._held_names[block.name] -= 1
@@ -221,7 +249,7 @@ class Transfers:
                     self._pool.remove(block, "buffer_lost")
                     continue
                 # One that was read again since its turn came is no longer the coldest, and stays: it is clean now.
-                cold = leaves and not block.tick
+                cold = copy.leaves and not block.tick
                 self._pool.unpin(block)
                 if cold and block.state is BlockState.READY and not block.pins:
                     self._pool.remove(block, "evicted")
@@ -316,10 +344,11 @@ class Transfers:
         finally:
             for promotion, outcome in zip(batch, outcomes, strict=True):
                 self.counts[f"{tier.name}_read_{outcome.value}"] += 1
-                self._finish(promotion, outcome, tier.name)
+                self._finish(promotion, outcome, tier)
+            self._start_writing()
             tier.touch([promotion.keyspace.prefix + promotion.key for promotion in batch])
 
-    def _finish(self, promotion: Promotion, outcome: ReadOutcome, tier_name: str) -> None:
+    def _finish(self, promotion: Promotion, outcome: ReadOutcome, tier: Tier) -> None:
         """One key has come up, or will not. The world may have changed since it was asked for: it may have been
         committed by a client (then that copy stays) or removed (then nothing may come back).
         """
@@ -335,7 +364,10 @@ class Transfers:
                 block = self._pool.place(key, keyspace, promotion.offset, parent, promotion.group)
                 block.below = True
                 self._pool.touch([block])
-                keyspace.fresh[key] = tier_name
+                keyspace.fresh[key] = tier.name
+                others = tuple(keeper for keeper in self._keepers if keeper is not tier)
+                if others and not self._enqueue(block, leaves=False, tiers=others):
+                    self._later[block] = others
             else:
                 self._pool.give_back(promotion.group, promotion.offset)
         if outcome in (ReadOutcome.FAILED, ReadOutcome.BUFFER_LOST):

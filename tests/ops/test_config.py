@@ -1,12 +1,13 @@
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 
 import pydantic
 import pytest
 
-from kvstore.config import Limits, Settings, flag_of, gather, load_settings, parse_bytes, variable_of
+from kvstore.config import FLAGS, Limits, Settings, flag_of, gather, load_settings, parse_bytes, variable_of
 from kvstore.errors import ConfigError
 from kvstore.machine import Machine
 
@@ -113,6 +114,7 @@ def test_every_setting_can_be_given_in_all_three_ways(tmp_path: Path) -> None:
         "disk_dir": [str(tmp_path / "disk-0"), str(tmp_path / "disk-1")],
         "disk_bytes": 10**9,
         "disk_write_policy": "back",
+        "disk_keep_promoted": True,
         "redis_url": "redis://:secret@127.0.0.1:6379/0",
         "redis_bytes": 10**9,
         "redis_ttl_s": 3600,
@@ -131,8 +133,8 @@ def test_every_setting_can_be_given_in_all_three_ways(tmp_path: Path) -> None:
         "log_level": "debug",
         "log_format": "json",
     }
-    assert set(written) == set(Settings.model_fields)
-    lines = [f"{name} = {value!r}\n" for name, value in written.items()]
+    assert set(written) == set(FLAGS)
+    lines = [f"{name} = {json.dumps(value)}\n" for name, value in written.items()]
     texts = {name: ",".join(value) if isinstance(value, list) else str(value) for name, value in written.items()}
     several = {name: tuple(value) for name, value in written.items() if isinstance(value, list)}
     as_flags = load({**texts, **several})

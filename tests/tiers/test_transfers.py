@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine, Iterator, Sequence
 from typing import Any, TypeVar
 
 import pytest
@@ -16,7 +16,7 @@ from kvstore.leases import Lease, Session
 from kvstore.pool import Shortfall
 from kvstore.testing import FakeClock, SteppedLoop, check_invariants, make_block
 from kvstore.testing.tiers import DictTier, Fault, FaultyTier
-from kvstore.tier import TierState
+from kvstore.tier import Tier, TierState
 from kvstore.transfers import READ_DEADLINE_S, RETRY_S, WRITE_DEADLINE_S, WritePolicy
 
 BLOCK = 1 << 20
@@ -24,9 +24,16 @@ Answer = TypeVar("Answer")
 
 
 class Bench:
-    """A hierarchy over one faulty tier, on a loop that runs when told to."""
+    """A hierarchy over one faulty tier, on a loop that runs when told to. `below`: tiers after that one."""
 
-    def __init__(self, policy: WritePolicy = WritePolicy.THROUGH, tier_bytes: int = 1 << 30) -> None:
+    def __init__(
+        self,
+        policy: WritePolicy = WritePolicy.THROUGH,
+        tier_bytes: int = 1 << 30,
+        below: Sequence[Tier] = (),
+        *,
+        keeps: bool = False,
+    ) -> None:
         self.loop = SteppedLoop()
         asyncio.set_event_loop(self.loop)
         self.clock = FakeClock()
@@ -34,7 +41,9 @@ class Bench:
         self.arena.add_populated(self.arena.size_bytes)
         self.dict = DictTier(tier_bytes)
         self.tier = FaultyTier(self.dict)
-        self.hierarchy = Hierarchy(self.arena, self.clock, [self.tier], policy)
+        self.hierarchy = Hierarchy(
+            self.arena, self.clock, [self.tier, *below], policy, keepers=[self.tier] if keeps else []
+        )
         namespace = Namespace(model="m", dtype="bf16", block_size=16, block_bytes=BLOCK)
         entry = self.hierarchy.open_namespace(namespace.identity(), namespace.group_bytes)
         self.keyspace: Keyspace = entry.keyspaces[0]
