@@ -11,7 +11,7 @@ import click
 import pytest
 
 from kvstore.cli import ExitCode, kvstore
-from kvstore.config import Limits, Settings, flag_of, variable_of
+from kvstore.config import FILE_ONLY, FLAGS, Limits, flag_of, variable_of
 from kvstore.metrics import FAMILIES
 from tests.ops.stats_sample import stats_sample
 
@@ -56,9 +56,11 @@ def test_every_exit_code_is_documented() -> None:
 
 def test_every_setting_is_documented_under_its_three_names() -> None:
     document = text_of("config.md")
-    for name in Settings.model_fields:
+    for name in FLAGS:
         assert f"| `{name}` | `{flag_of(name)} " in document
         assert f"`{variable_of(name)}`" in document
+    for name in FILE_ONLY:
+        assert f"| `{name}` | - | - |" in document
 
 
 def test_every_limit_is_documented_with_a_reason() -> None:
