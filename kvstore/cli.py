@@ -69,6 +69,7 @@ class _Group(click.Group):
     """Loads the commands that need pydantic only when one of them is asked for."""
 
     LAZY: Final[Mapping[str, str]] = {
+        "pd-router": "kvstore.cli_router",
         "serve": "kvstore.cli_serve",
         "config": "kvstore.cli_serve",
         "verify": "kvstore.cli_verify",
@@ -79,7 +80,7 @@ class _Group(click.Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name in self.LAZY:
-            command: click.Command = getattr(importlib.import_module(self.LAZY[cmd_name]), cmd_name)
+            command: click.Command = getattr(importlib.import_module(self.LAZY[cmd_name]), cmd_name.replace("-", "_"))
             return command
         return super().get_command(ctx, cmd_name)
 
