@@ -239,35 +239,37 @@ class Client:
 
     # -- for programs ----------------------------------------------------------------------------------------------
 
-    def insert(self, keys: Sequence[bytes], blocks: Sequence[Any]) -> Ticket:
+    def insert(self, keys: Sequence[bytes], blocks: Sequence[Any], *, kv_group: int = 0) -> Ticket:
         """Stores blocks. Returns at once; a thread of the client copies them.
 
         Args:
             keys: In prefix order.
-            blocks: One for each key; anything C-contiguous with the buffer protocol, of the namespace's block size.
+            blocks: One for each key; anything C-contiguous with the buffer protocol, of the group's block size.
                 They are read until the ticket is done: do not change them before.
+            kv_group: Which of the namespace's groups (of block sizes) they belong to; as in every call below.
 
         Raises:
             SizeMismatch: a block has another size; both are named. Nothing is stored.
-            InvalidRequest: not as many blocks as keys, a bad key, or not a contiguous buffer. Nothing is stored.
+            InvalidRequest: not as many blocks as keys, a bad key or group, or not a contiguous buffer. Nothing is
+                stored.
         """
         self._connection.check_usable()
-        return self._inserter.insert(keys, blocks, self._connection.namespace)
+        return self._inserter.insert(keys, blocks, self._connection.namespace, kv_group)
 
-    def lookup(self, keys: Sequence[bytes]) -> int:
+    def lookup(self, keys: Sequence[bytes], *, kv_group: int = 0) -> int:
         """Length of the leading run that is available in any tier. Promises nothing: acquire or select pins."""
         if not keys:
             return 0
         reply, _ = self._connection.ask(
             lambda at: (
                 self._stub.Lookup,
-                engine_pb2.LookupRequest(session=at.session, namespace=_digest(at), keys=keys),
+                engine_pb2.LookupRequest(session=at.session, namespace=_digest(at), group=kv_group, keys=keys),
             )
         )
         return int(reply.available)
 
     @contextmanager
-    def select(self, keys: Sequence[bytes], timeout_s: float) -> Iterator[Found]:
+    def select(self, keys: Sequence[bytes], timeout_s: float, *, kv_group: int = 0) -> Iterator[Found]:
         """Waits until all blocks are there, or the time is up; gives the leading run as read-only views of the pool.
 
         The blocks are pinned until the with-block ends and no view of them, nor anything made from one (a slice, an
@@ -276,7 +278,7 @@ class Client:
         Raises:
             Damage: bytes changed under the reader. Never seen while the daemon keeps its promises.
         """
-        found, attached = self._select(keys, timeout_s, drop=False)
+        found, attached = self._select(keys, timeout_s, kv_group, drop=False)
         if found.lease_id == 0:
             yield found
             return
@@ -287,14 +289,14 @@ class Client:
             self._give_back(found, attached, remove=False)
 
     @contextmanager
-    def drop_select(self, keys: Sequence[bytes], timeout_s: float) -> Iterator[Found]:
+    def drop_select(self, keys: Sequence[bytes], timeout_s: float, *, kv_group: int = 0) -> Iterator[Found]:
         """As select, but exactly one caller gets each block. Leaving the with-block normally removes them from every
         tier; an exception, or the end of the process, gives them back, and the next caller that waits gets them.
 
         Raises:
             RetryLater: on leaving, the daemon could not be told; whether the blocks are gone is not known.
         """
-        found, attached = self._select(keys, timeout_s, drop=True)
+        found, attached = self._select(keys, timeout_s, kv_group, drop=True)
         if found.lease_id == 0:
             yield found
             return
@@ -306,14 +308,44 @@ class Client:
             raise
         self._give_back(found, attached, remove=True)
 
-    def delete(self, keys: Sequence[bytes]) -> int:
+    def watch(self, seen: int, timeout_s: float, *, kv_group: int = 0) -> tuple[int, dict[bytes, bool]]:
+        """Waits until something changed in a group: a block was stored or removed, or a claim given back. For groups of
+        few blocks through which processes speak to each other.
+
+        Args:
+            seen: What the last call returned; 0: do not wait.
+
+        Returns:
+            A number for the next call, and the keys of all the group's blocks in the pool in the order in which they
+            came, each with whether a drop_select holds it now. What was evicted is left out, but wakes nobody.
+
+        Raises:
+            LimitExceeded: the group has more blocks than one answer may hold.
+        """
+        _check_timeout(timeout_s)
+        reply, _ = self._connection.ask(
+            lambda at: (
+                self._stub.Watch,
+                engine_pb2.WatchRequest(
+                    session=at.session,
+                    namespace=_digest(at),
+                    group=kv_group,
+                    seen=seen,
+                    wait_ms=int(timeout_s * 1000),
+                ),
+            ),
+            wait_s=timeout_s,
+        )
+        return reply.changes, dict(zip(reply.keys, map(bool, reply.claimed), strict=True))
+
+    def delete(self, keys: Sequence[bytes], *, kv_group: int = 0) -> int:
         """Removes blocks from every tier. Returns how many were there."""
         if not keys:
             return 0
         reply, _ = self._connection.ask(
             lambda at: (
                 self._stub.Delete,
-                engine_pb2.DeleteRequest(session=at.session, namespace=_digest(at), keys=keys),
+                engine_pb2.DeleteRequest(session=at.session, namespace=_digest(at), group=kv_group, keys=keys),
             )
         )
         return int(reply.removed)
@@ -481,16 +513,15 @@ class Client:
             raise StaleGeneration("these slots belong to an earlier life of the daemon")
         return attached
 
-    def _select(self, keys: Sequence[bytes], timeout_s: float, *, drop: bool) -> tuple[Found, Attached]:
-        if timeout_s < 0:
-            raise InvalidRequest(f"timeout_s is {timeout_s}: give seconds, 0 for what is there now")
+    def _select(self, keys: Sequence[bytes], timeout_s: float, kv_group: int, *, drop: bool) -> tuple[Found, Attached]:
+        _check_timeout(timeout_s)
         reply, attached = self._connection.ask(
             lambda at: (
                 self._stub.Select,
                 engine_pb2.SelectRequest(
                     session=at.session,
                     namespace=_digest(at),
-                    query=engine_pb2.Query(keys=keys),
+                    query=engine_pb2.Query(group=kv_group, keys=keys),
                     drop=drop,
                     wait_ms=int(timeout_s * 1000),
                     request_id=self._connection.next_request_id(),
@@ -510,7 +541,8 @@ class Client:
                 "daemon's host (unix:PATH)"
             )
         assert attached.namespace is not None
-        return Found(attached.arena, lease.id, lease.offsets, lease.epochs, attached.namespace.block_bytes), attached
+        block_bytes = attached.namespace.group_bytes[kv_group]
+        return Found(attached.arena, lease.id, lease.offsets, lease.epochs, block_bytes), attached
 
     @staticmethod
     def _check_epochs(found: Found, attached: Attached) -> None:
@@ -538,6 +570,11 @@ class Client:
             # The session is gone, and its pins with it. Only a removal that was not confirmed is worth an error.
             if remove:
                 raise
+
+
+def _check_timeout(timeout_s: float) -> None:
+    if timeout_s < 0:
+        raise InvalidRequest(f"timeout_s is {timeout_s}: give seconds, 0 for what is there now")
 
 
 def _digest(attached: Attached, expected: Namespace | None = None) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import secrets
 from typing import Any
 
 from kvstore.arena import Segment, slot_bytes_for
@@ -121,11 +122,15 @@ class Keyspace:
         coming: Keys on their way up from a tier.
         fresh: Keys that came up from a tier and were not handed out yet, with the name of the tier.
         waiters: Futures of those who wait for a key to come (or for the claim on it to go).
+        changes: Grows with everything that Watch reports; where it starts is random, so that the number of another life
+            of the daemon is told apart.
+        watcher: Future of those who wait for that, if anybody does.
     """
 
     __slots__ = (
         "block_bytes",
         "blocks",
+        "changes",
         "coming",
         "fresh",
         "kv_group",
@@ -133,6 +138,7 @@ class Keyspace:
         "prefix",
         "slot_bytes",
         "waiters",
+        "watcher",
     )
 
     def __init__(self, namespace: NamespaceEntry, kv_group: int, block_bytes: int) -> None:
@@ -145,6 +151,8 @@ class Keyspace:
         self.coming: dict[bytes, Promotion] = {}
         self.fresh: dict[bytes, str] = {}
         self.waiters: dict[bytes, list[asyncio.Future[None]]] = {}
+        self.changes = secrets.randbits(62) + 1
+        self.watcher: asyncio.Future[None] | None = None
 
 
 class Promotion:

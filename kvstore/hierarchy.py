@@ -274,7 +274,40 @@ class Hierarchy:
                 if not queue and keyspace.waiters.get(key) is queue:
                     del keyspace.waiters[key]
 
+    async def watch(self, session: Session, keyspace: Keyspace, seen: int, *, limit: int, wait_s: float) -> list[Block]:
+        """Every block of a group that is in the pool, in the order in which they came, as soon as
+        `keyspace.changes` is another than `seen`, or the time is up. It changes with every block that is stored or
+        removed and every claim that is given back; an eviction alone wakes nobody. Pins nothing.
+
+        Raises:
+            LimitExceeded: the group has more blocks than `limit`.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + wait_s
+        self._waiting += 1
+        try:
+            while keyspace.changes == seen and not self.draining and (left := deadline - loop.time()) > 0:
+                keyspace.watcher = keyspace.watcher or loop.create_future()
+                # Shared by all who watch the group, so the end of one wait must not cancel it.
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(left):
+                        await asyncio.shield(keyspace.watcher)
+                if session.ended:
+                    break
+        finally:
+            self._waiting -= 1
+        if len(keyspace.blocks) > limit:
+            raise LimitExceeded(f"{len(keyspace.blocks)} blocks in a group that is watched; at most {limit} (keys_max)")
+        return list(keyspace.blocks.values())
+
+    def _changed(self, keyspace: Keyspace) -> None:
+        keyspace.changes += 1
+        if keyspace.watcher is not None:
+            keyspace.watcher.set_result(None)
+            keyspace.watcher = None
+
     def _wake(self, keyspace: Keyspace, key: bytes) -> None:
+        self._changed(keyspace)
         for woken in keyspace.waiters.pop(key, ()):
             if not woken.done():
                 woken.set_result(None)
@@ -320,6 +353,8 @@ class Hierarchy:
         for lease in leases:
             if remove:
                 removed += sum(self.pool.remove(block, "dropped") for block in lease.blocks)
+                for block in lease.blocks[:1]:  # a lease is over blocks of one group
+                    self._changed(block.keyspace)
             if not hold:
                 del session.leases[lease.id]
                 self._end_lease(lease)
@@ -467,6 +502,8 @@ class Hierarchy:
             fates.append(outcomes[-1])
             before = block
         self.pool.touch(chain)
+        if Outcome.STORED in fates:
+            self._changed(keyspace)
         if self.transfers.tiers:
             self.transfers.offer(
                 [block for block, outcome in zip(chain, fates, strict=True) if outcome is Outcome.STORED]
@@ -530,7 +567,10 @@ class Hierarchy:
         pin.
         """
         found = [block for block in map(keyspace.blocks.get, keys) if block is not None]
-        return sum(self.pool.remove(block, "deleted") for block in found)
+        removed = sum(self.pool.remove(block, "deleted") for block in found)
+        if removed:
+            self._changed(keyspace)
+        return removed
 
     async def delete_everywhere(self, keyspace: Keyspace, keys: Sequence[bytes]) -> int:
         """As delete, in every tier. Returns how many keys were in the pool, or in the tier that had the most."""
@@ -567,7 +607,10 @@ class Hierarchy:
                 if len(doomed) == limit:
                     break
                 doomed.append(block)
-        return sum(self.pool.remove(block, "flushed") for block in doomed)
+        removed = sum(self.pool.remove(block, "flushed") for block in doomed)
+        for keyspace in {block.keyspace for block in doomed}:
+            self._changed(keyspace)
+        return removed
 
     # -- sessions --------------------------------------------------------------------------------------------------
 
@@ -602,12 +645,13 @@ class Hierarchy:
 
     @property
     def waiting(self) -> int:
-        """How many select calls wait."""
+        """How many calls of select and watch wait."""
         return self._waiting
 
     def wake_all(self) -> None:
         """Lets everyone who waits look again; for draining."""
         self._wake_reservers()
         for keyspace in self._keyspaces(None):
+            self._changed(keyspace)
             for key in list(keyspace.waiters):
                 self._wake(keyspace, key)

@@ -82,6 +82,7 @@ class _Job:
     keys: Sequence[bytes]
     blocks: Sequence[Bytes]
     namespace: Namespace
+    kv_group: int
     ticket: Ticket
 
 
@@ -96,18 +97,22 @@ class Inserter:
         self._closed = False
         self._thread: threading.Thread | None = None
 
-    def insert(self, keys: Sequence[bytes], blocks: Sequence[Any], namespace: Namespace | None) -> Ticket:
+    def insert(
+        self, keys: Sequence[bytes], blocks: Sequence[Any], namespace: Namespace | None, kv_group: int
+    ) -> Ticket:
         """See Client.insert."""
         if namespace is None:
             raise InvalidRequest("this client has no namespace: connect(..., namespace=kvstore.Namespace(...))")
+        if not 0 <= kv_group < len(namespace.group_bytes):
+            raise InvalidRequest(f"kv_group is {kv_group}: this namespace has {len(namespace.group_bytes)} groups")
         keys = list(keys)
-        arrays = self._checked(keys, blocks, namespace.block_bytes)
+        arrays = self._checked(keys, blocks, namespace.group_bytes[kv_group])
         ticket = Ticket()
         if not keys:
             ticket._settle(InsertResult(0, 0, {}))
         elif self._queue.qsize() >= _TICKETS_MAX:
             ticket._settle(InsertResult(0, 0, {"queue_full": len(keys)}))
-        elif not self._put(_Job(keys, arrays, namespace, ticket)):
+        elif not self._put(_Job(keys, arrays, namespace, kv_group, ticket)):
             ticket._settle(InsertResult(0, 0, {"closed": len(keys)}))
         return ticket
 
@@ -167,7 +172,7 @@ class Inserter:
                 raise InvalidRequest(f"block {index} is not C-contiguous: copy it first")
             if array.nbytes != block_bytes:
                 raise SizeMismatch(
-                    f"block {index} has {array.nbytes} bytes and blocks of this namespace have {block_bytes}"
+                    f"block {index} has {array.nbytes} bytes and blocks of this group have {block_bytes}"
                 )
             arrays.append(array)
         return arrays
@@ -200,10 +205,10 @@ class Inserter:
         try:
             for start in starts:
                 keys = job.keys[start : start + step]
-                slots = coming.result() if coming is not None else self._reserve(keys, job.namespace)
+                slots = coming.result() if coming is not None else self._reserve(keys, job)
                 coming = None
                 if start + step < len(job.keys) and slots.shortfall is None:
-                    coming = calls.submit(self._reserve, job.keys[start + step : start + 2 * step], job.namespace)
+                    coming = calls.submit(self._reserve, job.keys[start + step : start + 2 * step], job)
                 missing = np.flatnonzero(~slots.exists)
                 got = len(slots.offsets)
                 # What exists after the first block that got no slot cannot be told apart from what got none: stop
@@ -213,7 +218,7 @@ class Inserter:
                 wanted = missing[missing < end]
                 self._copy(slots, [job.blocks[start + index] for index in wanted])
                 parent = job.keys[start + int(wanted[0]) - 1] if len(wanted) and start + int(wanted[0]) > 0 else None
-                committing = (slots, [keys[index] for index in wanted], parent, counts)
+                committing = (slots, [keys[index] for index in wanted], parent, job.kv_group, counts)
                 settled = start + end
                 if coming is None:  # nothing is left to copy meanwhile, and handing over to a thread takes time
                     self._commit(*committing)
@@ -236,8 +241,10 @@ class Inserter:
             refused[type(error).__name__] += len(job.keys) - done
         return InsertResult(counts["stored"], counts["exists"], dict(refused))
 
-    def _reserve(self, keys: Sequence[bytes], namespace: Namespace) -> Reservation:
-        return self._client.reserve(len(keys), keys=keys, wait_s=_POPULATING_S, namespace=namespace)
+    def _reserve(self, keys: Sequence[bytes], job: _Job) -> Reservation:
+        return self._client.reserve(
+            len(keys), kv_group=job.kv_group, keys=keys, wait_s=_POPULATING_S, namespace=job.namespace
+        )
 
     def _copy(self, slots: Reservation, blocks: Sequence[Bytes]) -> None:
         arena = self._client.arena
@@ -252,12 +259,14 @@ class Inserter:
         for offset, block in zip(slots.offsets.tolist(), blocks, strict=True):
             np.copyto(pool[offset : offset + block.nbytes], block)
 
-    def _commit(self, slots: Reservation, keys: Sequence[bytes], parent: bytes | None, counts: Counter[str]) -> None:
+    def _commit(
+        self, slots: Reservation, keys: Sequence[bytes], parent: bytes | None, kv_group: int, counts: Counter[str]
+    ) -> None:
         if not keys:
             return
         try:
             outcomes = self._client.commit(
-                slots.generation, slots.offsets, keys, parent=parent, epochs=slots.epochs
+                slots.generation, slots.offsets, keys, kv_group=kv_group, parent=parent, epochs=slots.epochs
             ).tolist()
         except KVStoreError:
             # They may have been committed all the same, and only the answer was lost.

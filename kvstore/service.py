@@ -250,6 +250,18 @@ class EngineService(_Servicer, engine_pb2_grpc.EngineServicer):
             released, removed = self._hierarchy.release(session, request.leases)
         return engine_pb2.ReleaseReply(released=released, removed=removed)
 
+    @_method
+    async def Watch(self, request: engine_pb2.WatchRequest, context: Any) -> Any:
+        session, keyspace = self._session_and_keyspace(request.session, request.namespace, request.group)
+        blocks = await self._hierarchy.watch(
+            session, keyspace, request.seen, limit=self._keys_max, wait_s=self._wait_s(request.wait_ms)
+        )
+        return engine_pb2.WatchReply(
+            changes=keyspace.changes,
+            keys=[block.key for block in blocks],
+            claimed=bytes(bool(block.claim) for block in blocks),
+        )
+
     # -- writing ---------------------------------------------------------------------------------------------------
 
     @_method

@@ -465,3 +465,44 @@ def test_a_view_outlives_its_client(served: Daemon) -> None:
     del view
     gc.collect()
     served.check_nothing_held()
+
+
+def test_groups_have_blocks_of_their_own_size(served: Daemon) -> None:
+    namespace = kvstore.Namespace("groups", "bfloat16", 64, block_bytes=4096, more_group_bytes=(64 << 10,))
+    with served.connect(namespace) as client:
+        small, large = make_block(b"small", 4096), make_block(b"large", 64 << 10)
+        assert client.insert([b"k"], [small]).wait(PATIENCE_S).stored == 1
+        assert client.lookup([b"k"], kv_group=1) == 0
+        assert client.insert([b"k"], [large], kv_group=1).wait(PATIENCE_S).stored == 1
+        for kv_group, wanted in enumerate((small, large)):
+            with client.select([b"k"], PATIENCE_S, kv_group=kv_group) as found:
+                assert bytes(found[0]) == wanted
+        with client.drop_select([b"k"], PATIENCE_S, kv_group=1) as found:
+            assert bytes(found[0]) == large
+        assert (client.lookup([b"k"]), client.lookup([b"k"], kv_group=1)) == (1, 0)
+        assert client.delete([b"k"], kv_group=1) == 0 and client.delete([b"k"]) == 1
+        with pytest.raises(SizeMismatch, match="blocks of this group have 65536"):
+            client.insert([b"k"], [small], kv_group=1)
+        with pytest.raises(InvalidRequest, match="2 groups"):
+            client.insert([b"k"], [small], kv_group=2)
+        with pytest.raises(InvalidRequest, match="2 groups"):
+            client.lookup([b"k"], kv_group=2)
+
+
+def test_watch_wakes_with_what_is_there_and_whether_it_is_claimed(client: Client, served: Daemon) -> None:
+    seen, listed = client.watch(0, 0)
+    assert listed == {}
+    with served.connect(NAMESPACE) as other:
+        waiting = threading.Thread(target=put, args=(other, keys(2)))
+        waiting.start()
+        while len(listed) < 2:
+            seen, listed = client.watch(seen, PATIENCE_S)
+        waiting.join()
+        assert listed == {b"k0": False, b"k1": False} and list(listed) == keys(2)
+        with other.drop_select([b"k0"], PATIENCE_S):
+            assert client.watch(0, 0)[1] == {b"k0": True, b"k1": False}
+        while b"k0" in listed:
+            seen, listed = client.watch(seen, PATIENCE_S)
+    assert client.watch(seen, 0) == (seen, {b"k1": False})
+    with pytest.raises(InvalidRequest, match="timeout_s"):
+        client.watch(seen, -1)

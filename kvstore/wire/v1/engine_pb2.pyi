@@ -209,6 +209,30 @@ class ReleaseReply(_message.Message):
     removed: int
     def __init__(self, released: _Optional[int] = ..., removed: _Optional[int] = ...) -> None: ...
 
+class WatchRequest(_message.Message):
+    __slots__ = ("session", "namespace", "group", "seen", "wait_ms")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    SEEN_FIELD_NUMBER: _ClassVar[int]
+    WAIT_MS_FIELD_NUMBER: _ClassVar[int]
+    session: bytes
+    namespace: bytes
+    group: int
+    seen: int
+    wait_ms: int
+    def __init__(self, session: _Optional[bytes] = ..., namespace: _Optional[bytes] = ..., group: _Optional[int] = ..., seen: _Optional[int] = ..., wait_ms: _Optional[int] = ...) -> None: ...
+
+class WatchReply(_message.Message):
+    __slots__ = ("changes", "keys", "claimed")
+    CHANGES_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    CLAIMED_FIELD_NUMBER: _ClassVar[int]
+    changes: int
+    keys: _containers.RepeatedScalarFieldContainer[bytes]
+    claimed: bytes
+    def __init__(self, changes: _Optional[int] = ..., keys: _Optional[_Iterable[bytes]] = ..., claimed: _Optional[bytes] = ...) -> None: ...
+
 class ReserveRequest(_message.Message):
     __slots__ = ("session", "namespace", "group", "count", "wait_ms", "keys", "request_id")
     SESSION_FIELD_NUMBER: _ClassVar[int]

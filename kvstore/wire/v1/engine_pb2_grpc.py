@@ -64,6 +64,11 @@ class EngineStub:
                 request_serializer=kvstore_dot_wire_dot_v1_dot_engine__pb2.ReleaseRequest.SerializeToString,
                 response_deserializer=kvstore_dot_wire_dot_v1_dot_engine__pb2.ReleaseReply.FromString,
                 _registered_method=True)
+        self.Watch = channel.unary_unary(
+                '/kvstore.v1.Engine/Watch',
+                request_serializer=kvstore_dot_wire_dot_v1_dot_engine__pb2.WatchRequest.SerializeToString,
+                response_deserializer=kvstore_dot_wire_dot_v1_dot_engine__pb2.WatchReply.FromString,
+                _registered_method=True)
         self.Reserve = channel.unary_unary(
                 '/kvstore.v1.Engine/Reserve',
                 request_serializer=kvstore_dot_wire_dot_v1_dot_engine__pb2.ReserveRequest.SerializeToString,
@@ -132,6 +137,14 @@ class EngineServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Watch(self, request, context):
+        """The keys of a whole group that are in the pool, as soon as something changed there. Pins nothing. For groups of few
+        blocks that several processes speak through; a group of more than keys_max blocks is refused.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Reserve(self, request, context):
         """Takes empty slots; keys are named at commit.
         """
@@ -191,6 +204,11 @@ def add_EngineServicer_to_server(servicer, server):
                     servicer.Release,
                     request_deserializer=kvstore_dot_wire_dot_v1_dot_engine__pb2.ReleaseRequest.FromString,
                     response_serializer=kvstore_dot_wire_dot_v1_dot_engine__pb2.ReleaseReply.SerializeToString,
+            ),
+            'Watch': grpc.unary_unary_rpc_method_handler(
+                    servicer.Watch,
+                    request_deserializer=kvstore_dot_wire_dot_v1_dot_engine__pb2.WatchRequest.FromString,
+                    response_serializer=kvstore_dot_wire_dot_v1_dot_engine__pb2.WatchReply.SerializeToString,
             ),
             'Reserve': grpc.unary_unary_rpc_method_handler(
                     servicer.Reserve,
@@ -375,6 +393,33 @@ class Engine:
             '/kvstore.v1.Engine/Release',
             kvstore_dot_wire_dot_v1_dot_engine__pb2.ReleaseRequest.SerializeToString,
             kvstore_dot_wire_dot_v1_dot_engine__pb2.ReleaseReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Watch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1.Engine/Watch',
+            kvstore_dot_wire_dot_v1_dot_engine__pb2.WatchRequest.SerializeToString,
+            kvstore_dot_wire_dot_v1_dot_engine__pb2.WatchReply.FromString,
             options,
             channel_credentials,
             insecure,
