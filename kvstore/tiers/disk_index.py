@@ -3,14 +3,14 @@
 One data file in a folder of its own. Records: ``b`` + name of a block -> where it lies; ``N`` + digest -> the text of a
 namespace. No lock file: the directory's own lock keeps other processes out, and within this one the index is read once,
 at open, and written by one thread afterwards, so no reader is ever open beside a writer, no stale one keeps pages from
-being used again, and the map may grow at any time.
+being used again, and the map may grow at any time. The records are read from the file, before LMDB maps it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
-import itertools
 import json
 import os
 import shutil
@@ -20,23 +20,70 @@ from pathlib import Path
 from typing import Any, Final
 
 import lmdb
+import numpy as np
+import numpy.typing as npt
 
 from kvstore.tier import TierNamespace
-from kvstore.tiers.index_check import IndexDamaged, check_index_file
+from kvstore.tiers.index_check import IndexDamaged, check_index_file, read_index_file
 
 DATA_FILE: Final = "data.mdb"
 #: Slab, extent, size_bytes, sequence.
 RECORD: Final = struct.Struct("<IIQQ")
+#: The same, as a column of an array.
+RECORD_TYPE: Final = np.dtype([("slab", "<u4"), ("extent", "<u4"), ("size_bytes", "<u8"), ("sequence", "<u8")])
+assert RECORD_TYPE.itemsize == RECORD.size
 _BLOCK: Final = b"b"  # sorts after _NAMESPACE, so blocks run to the end
 _NAMESPACE: Final = b"N"
-#: Records handed over at a time by load(), and in one transaction of write_index().
-_LOAD_CHUNK: Final = 32768
+#: Records in one transaction of write_index().
 _CHUNK: Final = 8192
 _MAP_BYTES_MIN: Final = 16 << 20
 
 Record = tuple[bytes, bytes]
-#: Names, and the record of each.
-Columns = tuple[list[bytes], list[bytes]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Columns:
+    """Records of blocks whose names are of one length.
+
+    Attributes:
+        names: The names, as an array of that many plain bytes each.
+        table: The record of each, of RECORD_TYPE.
+        odd: Names of other records, whose values are no RECORD.
+    """
+
+    names: npt.NDArray[np.void]
+    table: npt.NDArray[np.void]
+    odd: list[bytes]
+
+
+def read_columns(path: Path) -> Iterator[Columns]:
+    """Names of blocks and their records, as the data file of an index has them, which is checked on the way.
+
+    Raises:
+        IndexDamaged: it is not whole; forget what was handed over.
+        OSError: it cannot be read.
+    """
+    for leaves in read_index_file(path):
+        blocks = (leaves.key_bytes > 1) & (leaves.data[leaves.keys] == _BLOCK[0])
+        for key_bytes in np.unique(leaves.key_bytes[blocks]).tolist():
+            rows = blocks & (leaves.key_bytes == key_bytes)
+            right = rows & (leaves.value_bytes == RECORD.size)
+            odd = rows & ~right
+            name = np.dtype((np.void, key_bytes - len(_BLOCK)))
+            yield Columns(
+                _gather(leaves.data, leaves.keys[right] + len(_BLOCK), name),
+                _gather(leaves.data, leaves.values[right], RECORD_TYPE),
+                _gather(leaves.data, leaves.keys[odd] + len(_BLOCK), name).tolist() if odd.any() else [],
+            )
+
+
+def _gather(
+    data: npt.NDArray[np.uint8], starts: npt.NDArray[np.int64], kind: np.dtype[np.void]
+) -> npt.NDArray[np.void]:
+    """What lies at some places, which need not be aligned."""
+    shape = max(0, data.size - kind.itemsize + 1)
+    anywhere: npt.NDArray[np.void] = np.ndarray(shape, dtype=kind, buffer=data, strides=1)
+    return anywhere[starts]
 
 
 class DiskIndex:
@@ -46,15 +93,18 @@ class DiskIndex:
         map_bytes: What LMDB may map; grows where it must.
     """
 
-    def __init__(self, folder: Path, map_bytes: int) -> None:
-        """Opens the index in a folder, which is made with it where there is none.
+    def __init__(self, folder: Path, map_bytes: int, *, checked: bool = False) -> None:
+        """Opens the index in a folder, where it is made if there is none.
+
+        Args:
+            checked: The caller has just read all of it with read_columns.
 
         Raises:
             IndexDamaged: what is there is not whole.
             OSError: it cannot be read or made.
         """
         self.path = folder / DATA_FILE
-        if self.path.exists():
+        if not checked and self.path.exists():
             check_index_file(self.path)
         self.map_bytes = max(map_bytes, _MAP_BYTES_MIN)
         self._folder = folder
@@ -117,15 +167,6 @@ class DiskIndex:
                     raise _translated(error) from error
         self._env = self._opened()
         raise OSError(errno.ENOMEM, f"index: no address space for a map of more than {before} bytes")
-
-    def load(self) -> Iterator[Columns]:
-        """Names of blocks, and their RECORDs, some thousands at a time."""
-        with _translating(), self._env.begin(buffers=False) as transaction:
-            cursor = transaction.cursor()
-            if cursor.set_range(_BLOCK):
-                records = cursor.iternext(keys=True, values=True)
-                while chunk := list(itertools.islice(records, _LOAD_CHUNK)):
-                    yield [key[1:] for key, _ in chunk], [value for _, value in chunk]
 
     def namespaces(self) -> list[TierNamespace]:
         """What was remembered. Text that makes no sense is left out."""

@@ -14,7 +14,7 @@ import xxhash
 from kvstore.errors import ConfigError
 from kvstore.tier import TierNamespace
 from kvstore.tiers.disk_folder import FORMAT_FILE, DiskFolder
-from kvstore.tiers.disk_index import DATA_FILE, RECORD, DiskIndex, Record, write_index
+from kvstore.tiers.disk_index import DATA_FILE, RECORD, DiskIndex, Record, read_columns, write_index
 from kvstore.tiers.disk_load import FIXED_BYTES
 from kvstore.tiers.extent import ALIGN_BYTES, FOOTER_BYTES, Footer, extent_bytes_for, parse_footer
 from kvstore.tiers.files import FileIO, aligned_memory
@@ -112,14 +112,15 @@ def _verify(folder: DiskFolder, slabs: list[Slab], repair: bool, progress: Progr
             raise IndexDamaged("it was set aside and the one built in its place is not finished")
         if not (folder.index_folder / DATA_FILE).exists():
             raise IndexDamaged("it is gone")
-        index = DiskIndex(folder.index_folder, map_bytes)
-        namespaces = index.namespaces()
-        for keys, values in index.load():
-            for key, value in zip(keys, values, strict=True):
-                if len(value) != RECORD.size:
-                    raise IndexDamaged("a record has not the length of one")
-                number, extent, size_bytes, _ = RECORD.unpack(value)
+        for columns in read_columns(folder.index_folder / DATA_FILE):
+            if columns.odd:
+                raise IndexDamaged("a record has not the length of one")
+            for key, (number, extent, size_bytes, _) in zip(
+                columns.names.tolist(), columns.table.tolist(), strict=True
+            ):
                 named[number, extent] = (key, size_bytes)
+        index = DiskIndex(folder.index_folder, map_bytes, checked=True)
+        namespaces = index.namespaces()
     except IndexDamaged as damage:
         report.index_fault = str(damage)
     try:

@@ -158,14 +158,14 @@ def test_no_damage_to_the_index_ends_a_process(tmp_path: Path, kind: str) -> Non
 import sys
 from pathlib import Path
 from kvstore.testing.tier_suite import name_of
-from kvstore.tiers.disk_index import DiskIndex
+from kvstore.tiers.disk_index import DATA_FILE, DiskIndex, read_columns
 from kvstore.tiers.index_check import IndexDamaged
 for folder in sorted(Path(sys.argv[1]).iterdir()):
     print(folder.name, end=" ", flush=True)
     try:
-        index = DiskIndex(folder, 1 << 26)
+        found = [key for columns in read_columns(folder / DATA_FILE) for key in columns.names.tolist() + columns.odd]
+        index = DiskIndex(folder, 1 << 26, checked=True)
         index.namespaces()
-        found = [key for keys, _ in index.load() for key in keys]
         for at in range(0, len(found), 700):
             index.commit(found[at : at + 350], [(name_of(10**6 + at + n), bytes(24)) for n in range(300)])
         index.close()

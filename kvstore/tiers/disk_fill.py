@@ -1,0 +1,164 @@
+"""Makes the books of a disk tier out of records, a million of them in about a second. Blocking: for a thread.
+
+Whatever can be done by the column is: which records are true, which of two is the newer one, who was used last. Objects
+are made at the end, coldest first, so that what eviction looks at in turn also lies in turn in memory.
+"""
+
+from __future__ import annotations
+
+import itertools
+from array import array
+from collections.abc import Iterable, Mapping
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.tiers.disk_index import RECORD_TYPE, Columns
+from kvstore.tiers.extent import ALIGN_BYTES, FOOTER_BYTES
+from kvstore.tiers.index_check import IndexDamaged
+from kvstore.tiers.slabs import Books, Entry
+
+Rows = npt.NDArray[np.int64]
+Uses = npt.NDArray[np.uint64]
+
+#: A sequence beyond this is none: it would leave no room to count on.
+SEQUENCE_MAX: Final = 1 << 62
+_SIZE_MAX: Final = 1 << 48
+#: Entries that a policy is told of at a time.
+_TOUCH: Final = 4096
+
+
+class _Records:
+    """Records in one table, with their names, which may be of several lengths."""
+
+    def __init__(self, chunks: Iterable[Columns], stale: list[bytes]) -> None:
+        by_length: dict[int, list[Columns]] = {}
+        for columns in chunks:
+            stale += columns.odd
+            by_length.setdefault(columns.names.itemsize, []).append(columns)
+        self._names = [np.concatenate([columns.names for columns in group]) for group in by_length.values()]
+        tables = [columns.table for group in by_length.values() for columns in group]
+        self.table: npt.NDArray[np.void] = np.concatenate(tables) if tables else np.zeros(0, dtype=RECORD_TYPE)
+
+    def names(self, rows: Rows) -> list[bytes]:
+        if len(self._names) == 1:
+            whole: list[bytes] = self._names[0][rows].tolist()
+            return whole
+        found = np.empty(rows.size, dtype=object)
+        first = 0
+        for names in self._names:
+            own = (rows >= first) & (rows < first + names.size)
+            found[own] = np.fromiter(names[rows[own] - first].tolist(), dtype=object, count=int(own.sum()))
+            first += names.size
+        mixed: list[bytes] = found.tolist()
+        return mixed
+
+
+class _Places:
+    """All extents of all slabs in one row, slab after slab."""
+
+    def __init__(self, books: Books) -> None:
+        self.slabs = sorted(books.slabs.values(), key=lambda slab: slab.number)
+        self.numbers = np.array([slab.number for slab in self.slabs], dtype=np.int64)
+        self.extents = np.array([slab.extents for slab in self.slabs], dtype=np.int64)
+        self.strides = np.array([slab.extent_bytes for slab in self.slabs], dtype=np.int64)
+        self.starts = np.cumsum(self.extents) - self.extents
+        self.count = int(self.extents.sum())
+
+    def column(self, by_slab: Mapping[int, array[int]]) -> Uses:
+        """One number for each extent; 0 where there is none."""
+        column = np.zeros(self.count, dtype=np.uint64)
+        for slab, start in zip(self.slabs, self.starts.tolist(), strict=True):
+            if (own := by_slab.get(slab.number)) is not None:
+                known = min(len(own), slab.extents)
+                column[start : start + known] = np.frombuffer(own, dtype=np.uint64)[:known]
+        return column
+
+
+def fill(
+    books: Books, chunks: Iterable[Columns], recent: Mapping[int, array[int]], stale: list[bytes], *, unique: bool
+) -> list[Entry]:
+    """Enters records. One that cannot be true is left out, and of two for one extent or one name the newer one wins.
+
+    Args:
+        books: With slabs, and nothing in them.
+        recent: By slab and extent, when it was last used, as far as that is known.
+        stale: Gets the names of what was left out.
+        unique: Names do not repeat.
+
+    Returns:
+        What was entered, coldest first. No policy knows of it.
+
+    Raises:
+        IndexDamaged: names do repeat, although they should not.
+    """
+    records = _Records(chunks, stale)
+    table = records.table
+    books.next_slab = max(books.next_slab, int(table["slab"].max(initial=0)) + 1)
+    if not books.slabs:
+        stale += records.names(np.arange(table.size))
+        return []
+    places = _Places(books)
+    slab_rows = np.minimum(np.searchsorted(places.numbers, table["slab"]), len(places.slabs) - 1)
+    sizes, sequences, extents = table["size_bytes"], table["sequence"], table["extent"].astype(np.int64)
+    fits = (places.numbers[slab_rows] == table["slab"]) & (extents < places.extents[slab_rows])
+    fits &= (sizes < _SIZE_MAX) & (sequences > 0) & (sequences < SEQUENCE_MAX)
+    needed = -(-(sizes.astype(np.int64) + FOOTER_BYTES) // ALIGN_BYTES) * ALIGN_BYTES
+    fits &= needed == places.strides[slab_rows]
+    rows = np.flatnonzero(fits)
+    rows = rows[np.argsort(sequences[rows], kind="stable")]
+    at = places.starts[slab_rows] + extents
+    owners = np.full(places.count, -1, dtype=np.int64)
+    owners[at[rows]] = rows  # the last one stays
+    rows = rows[owners[at[rows]] == rows]
+    if not unique:
+        rows = np.fromiter(dict(zip(records.names(rows), rows.tolist(), strict=True)).values(), dtype=np.int64)
+    else:
+        left_out = np.ones(table.size, dtype=bool)
+        left_out[rows] = False
+        stale += records.names(np.flatnonzero(left_out))
+    used = np.zeros(places.count, dtype=np.uint64)
+    used[at[rows]] = sequences[rows]
+    uses = places.column(recent)
+    uses[uses >= SEQUENCE_MAX] = 0
+    np.maximum(used, uses, out=used)
+    books.sequence = max(books.sequence, int(used.max(initial=0)) + 1)
+    rows = rows[np.argsort(used[at[rows]], kind="stable")]
+    entries = _entries(records.names(rows), places, slab_rows[rows], extents[rows], sizes[rows])
+    books.index = dict(zip((entry.key for entry in entries), entries, strict=True))
+    if len(books.index) != len(entries):
+        raise IndexDamaged("a name is there twice")
+    books.payload_bytes = int(sizes[rows].sum())
+    held = np.empty(places.count, dtype=object)
+    held[at[rows]] = np.fromiter(entries, dtype=object, count=len(entries))
+    for slab, start, count in zip(
+        places.slabs, places.starts.tolist(), np.bincount(slab_rows[rows], minlength=len(places.slabs)), strict=True
+    ):
+        slab.entries = held[start : start + slab.extents].tolist()
+        slab.used = array("Q", used[start : start + slab.extents].tobytes())
+        slab.count = int(count)
+    return entries
+
+
+def _entries(
+    names: list[bytes], places: _Places, slab_rows: Rows, extents: Rows, sizes: npt.NDArray[np.uint64]
+) -> list[Entry]:
+    """Equal numbers are one object: that is 64 bytes less for each block."""
+    known_sizes, size_rows = np.unique(sizes, return_inverse=True)
+    columns = (
+        (np.fromiter(places.slabs, dtype=object), slab_rows),
+        (np.fromiter(range(int(places.extents.max())), dtype=object), extents),
+        (np.fromiter(known_sizes.tolist(), dtype=object), size_rows),
+    )
+    return list(map(Entry, names, *(values[rows].tolist() for values, rows in columns)))
+
+
+def tell_policies(books: Books, entries: list[Entry]) -> None:
+    """Tells the policies of what was entered, coldest first."""
+    # Policies of one ticker can be compared only if they are fed in turn: a row of one class after the other.
+    for extent_bytes, row in itertools.groupby(entries, key=lambda entry: entry.slab.extent_bytes):
+        policy = books.class_of(extent_bytes).policy
+        while chain := list(itertools.islice(row, _TOUCH)):
+            chain.reverse()
+            policy.touch(chain)
