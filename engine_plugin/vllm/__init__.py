@@ -12,6 +12,7 @@ Modules
     link        the one thread that talks to the daemon on the scheduler's behalf
     coming      queries that wait for blocks from disk            (no vLLM, no I/O)
     stock       empty slots for the stores of the next steps      (no vLLM, no I/O)
+    offers      store_threshold                               (no vLLM, no I/O)
     lookups     per request: asked, answered, pinned              (no vLLM, no I/O)
     stores      per store: slots, acknowledgements, commit        (no vLLM, no I/O)
     manager     vLLM's OffloadingManager on top of those

@@ -25,12 +25,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # noqa: E402
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata  # noqa: E402
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector  # noqa: E402
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, UniformTypeKVCacheSpecs  # noqa: E402
+from vllm.v1.kv_offload.base import OffloadingManager, OffloadingSpec, OffloadingWorker  # noqa: E402
 
 from engine_plugin.vllm.guard import guarded, nothing  # noqa: E402
 from engine_plugin.vllm.manager import KVStoreManager  # noqa: E402
 from engine_plugin.vllm.messages import KVStoreWorkerMetadata, WorkerReport  # noqa: E402
 from engine_plugin.vllm.naming import facts_of  # noqa: E402
-from engine_plugin.vllm.spec import engine_facts  # noqa: E402
+from engine_plugin.vllm.spec import KVStoreSpec, engine_facts  # noqa: E402
 from engine_plugin.vllm.worker import KVStoreWorker  # noqa: E402
 from kvstore.errors import ConfigError  # noqa: E402
 
@@ -139,3 +140,11 @@ def _refuse_other_attention(kv_cache_config: KVCacheConfig) -> None:
                 f"kvstore cannot serve this model so far: its KV cache holds {', '.join(sorted(other))}, and only full "
                 "attention works; run it without kv_connector"
             )
+
+
+compat.require_overrides(
+    (KVStoreConnector, OffloadingConnector),
+    (KVStoreManager, OffloadingManager),
+    (KVStoreWorker, OffloadingWorker),
+    (KVStoreSpec, OffloadingSpec),
+)

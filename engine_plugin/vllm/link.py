@@ -179,6 +179,10 @@ class DaemonLink:
             self._wake.notify()
         return slots
 
+    def need_not(self, count: int) -> None:
+        """So many slots, of those that misses have announced, will not be taken."""
+        self._stock.announce(-count)
+
     def set_busy(self, busy: bool) -> None:
         """Whether the engine has requests, which may store."""
         self._stock.set_busy(busy)

@@ -31,6 +31,7 @@ from engine_plugin.vllm.guard import guarded, limited_log, nothing
 from engine_plugin.vllm.link import DaemonLink
 from engine_plugin.vllm.lookups import Lookups, Verdict
 from engine_plugin.vllm.messages import SlotSpec, WorkerReport, no_slots
+from engine_plugin.vllm.offers import Offers
 from engine_plugin.vllm.stores import KnownKeys, Stores
 
 _RESULT_OF: Final = {
@@ -59,6 +60,7 @@ class KVStoreManager(OffloadingManager):
         deadline_s: Longest wait for the answer to a lookup.
         loads: The engine's role lets it load.
         stores: The engine's role lets it store.
+        offers: Says which of the blocks that are not there are to be stored.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class KVStoreManager(OffloadingManager):
         deadline_s: float,
         loads: bool = True,
         stores: bool = True,
+        offers: Offers | None = None,
     ) -> None:
         self._link = link
         self._workers = workers
@@ -92,6 +95,7 @@ class KVStoreManager(OffloadingManager):
             known=self._known,
             ready_generation=self.ready_generation,
             ask_about=self._lookups.ask_about,
+            offers=offers,
         )
         self._last_offered: dict[str, tuple[int, bytes]] = {}  # request -> end token and key of its last load or store
         self._alive: set[str] = set()

@@ -54,9 +54,9 @@ def definitions() -> dict[str, OffloadingMetricMetadata]:
             "Blocks copied to kvstore, by outcome. exists: another engine was faster.", ("outcome",)
         ),
         SKIPPED: OffloadingCounterMetadata(
-            "Blocks not stored, by reason. no_slots: more at once than the stock held. pinned, share, populating, "
-            "too_large, draining: what the daemon answered to a request for slots. unavailable: no daemon. "
-            "copy_failed: a worker could not copy its part.",
+            "Blocks not stored, by reason. threshold: offered fewer times than store_threshold. no_slots: more at once "
+            "than the stock held. pinned, share, populating, too_large, draining: what the daemon answered to a "
+            "request for slots. unavailable: no daemon. copy_failed: a worker could not copy its part.",
             ("reason",),
         ),
         LOAD_FAILURES: OffloadingCounterMetadata(

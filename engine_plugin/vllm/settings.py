@@ -1,7 +1,7 @@
 """The keys of `kv_connector_extra_config` that mean something to this plugin.
 
-vLLM's own keys keep their names; ours begin with `kvstore.`. A key of ours that does not exist is refused with the
-nearest one that does, since a typing mistake in a cache setting would otherwise only show as a low hit ratio.
+vLLM's own keys keep their names and meaning; ours begin with `kvstore.`. Any other key is refused with the nearest one
+that exists, since a typing mistake in a cache setting would otherwise only show as a low hit ratio.
 """
 
 from __future__ import annotations
@@ -16,6 +16,31 @@ from kvstore.errors import ConfigError
 
 PREFIX: Final = "kvstore."
 
+#: Keys of vLLM that mean here what they mean there. vLLM reads those that are not in PluginSettings itself.
+NATIVE_KEYS: Final = (
+    "block_size",
+    "blocks_per_chunk",
+    "canonical_layout",
+    "cpu_bytes_to_use",
+    "eviction_policy",
+    "max_tracker_size",
+    "offload_prompt_only",
+    "self_describing_kv_events",
+    "spec_module_path",
+    "spec_name",
+    "store_threshold",
+)
+#: vLLM reads these with bool(), to which "false" is true.
+_NATIVE_BOOLS: Final = ("canonical_layout", "offload_prompt_only", "self_describing_kv_events")
+#: Keys of vLLM that cannot work here, and what to do instead.
+_NATIVE_REFUSED: Final = {
+    "backpressure": "the daemon bounds what is copied to its tiers by itself",
+    "cache_policy_module_path": "the daemon decides what leaves, for all engines together",
+    "secondary_tiers": "the daemon brings its own tiers (kvstore serve --disk-dir, --redis-url)",
+    "sync_load_budget_bytes": "a load inside of a step cannot be computed again where it fails",
+    "tier_poll_interval_s": "the daemon brings its own tiers, and nothing is polled",
+}
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PluginSettings:
@@ -23,6 +48,8 @@ class PluginSettings:
 
     Attributes:
         share_bytes: vLLM's `cpu_bytes_to_use`: this engine's share of the pool; 0: no limit but the pool.
+        store_threshold: vLLM's: a block is stored when it is offered for this many times; below 2: at once.
+        max_tracker_size: vLLM's: most blocks whose offers are counted for that.
         endpoint: `unix:PATH` or `HOST:PORT`; None: the default endpoint.
         autostart: Start a daemon of `share_bytes` if there is none.
         token: Access token, if the daemon asks for one.
@@ -36,6 +63,8 @@ class PluginSettings:
     """
 
     share_bytes: int = 0
+    store_threshold: int = 0
+    max_tracker_size: int = 64_000
     endpoint: str | None = None
     autostart: bool = False
     token: str | None = None
@@ -51,36 +80,77 @@ class PluginSettings:
         return self.copy_threads or min(4, max(1, (os.cpu_count() or 1) // 4))
 
 
-OWN_KEYS: Final = tuple(field.name for field in dataclasses.fields(PluginSettings) if field.name != "share_bytes")
+_NATIVE_FIELDS: Final = ("share_bytes", "store_threshold", "max_tracker_size")
+OWN_KEYS: Final = tuple(field.name for field in dataclasses.fields(PluginSettings) if field.name not in _NATIVE_FIELDS)
 
 
 def parse_settings(extra: Mapping[str, Any]) -> PluginSettings:
     """Reads the plugin's settings.
 
     Raises:
-        ConfigError: an unknown `kvstore.*` key or an impossible value; the message says what to write.
+        ConfigError: an unknown key or an impossible value; the message says what to write.
     """
     given: dict[str, Any] = {}
     for key, value in extra.items():
-        if not key.startswith(PREFIX):
-            continue
         name = key.removeprefix(PREFIX)
-        if name not in OWN_KEYS:
-            near = difflib.get_close_matches(name, OWN_KEYS, n=1, cutoff=0.0)
-            raise ConfigError(f"kv_connector_extra_config: unknown key {key!r}; did you mean '{PREFIX}{near[0]}'?")
-        if value is not None:
-            given[name] = _checked(key, name, value)
-    share = extra.get("cpu_bytes_to_use") or 0
-    try:
-        given["share_bytes"] = int(float(share))
-    except (TypeError, ValueError):
-        raise ConfigError(f"cpu_bytes_to_use is {share!r}: give bytes as a number, such as 1000000000") from None
-    if given["share_bytes"] < 0:
-        raise ConfigError(f"cpu_bytes_to_use is {share!r}: it counts bytes and cannot be negative")
+        if key.startswith(PREFIX) and name in OWN_KEYS:
+            if value is not None:
+                given[name] = _checked(key, name, value)
+        elif key not in NATIVE_KEYS:
+            _refuse_key(key, value)
+    given.update(_native(extra))
     settings = PluginSettings(**given)
     if settings.autostart and not settings.share_bytes:
         raise ConfigError("'kvstore.autostart' needs 'cpu_bytes_to_use': it says how large a daemon to start")
     return settings
+
+
+def _refuse_key(key: str, value: Any) -> None:
+    if key in _NATIVE_REFUSED:
+        if not value:
+            return  # off, which is what happens here
+        raise ConfigError(f"kv_connector_extra_config: {key!r} does not work with kvstore: {_NATIVE_REFUSED[key]}")
+    # By the names alone, so that a missing or needless "kvstore." does not lead astray; of equals, the kind that was
+    # written.
+    names = [PREFIX + name for name in OWN_KEYS] + list(NATIVE_KEYS)
+    written = key.removeprefix(PREFIX).lower()
+    near = max(
+        names,
+        key=lambda name: (
+            difflib.SequenceMatcher(None, written, name.removeprefix(PREFIX)).ratio(),
+            name.startswith(PREFIX) == key.startswith(PREFIX),
+        ),
+    )
+    raise ConfigError(f"kv_connector_extra_config: unknown key {key!r}; did you mean {near!r}?")
+
+
+def _native(extra: Mapping[str, Any]) -> dict[str, int]:
+    """What vLLM's own keys say, where it is for this plugin to read."""
+    policy = extra.get("eviction_policy")
+    if policy not in (None, "lru"):
+        raise ConfigError(
+            f"'eviction_policy' is {policy!r}: the daemon decides for all engines together, by \"lru\"; leave it out"
+        )
+    for key in _NATIVE_BOOLS:
+        if not isinstance(extra.get(key, False), bool | None):
+            raise ConfigError(f"{key!r} is {extra[key]!r}: write true or false")
+    given = {}
+    for key, name in (
+        ("cpu_bytes_to_use", "share_bytes"),
+        ("store_threshold", "store_threshold"),
+        ("max_tracker_size", "max_tracker_size"),
+    ):
+        value = extra.get(key)
+        if value is None:
+            continue
+        try:
+            given[name] = int(float(value))  # as a text too, and as 1e9: vLLM takes both
+        except (TypeError, ValueError, OverflowError):
+            what = "bytes" if name == "share_bytes" else "it"
+            raise ConfigError(f"{key!r} is {value!r}: give {what} as a number, such as 1000000000") from None
+        if given[name] < 0:
+            raise ConfigError(f"{key!r} is {value!r}: it is a count and cannot be negative")
+    return given
 
 
 def _checked(key: str, name: str, value: Any) -> Any:

@@ -22,6 +22,7 @@ from engine_plugin.vllm.autostart import ensure_daemon
 from engine_plugin.vllm.link import DaemonLink
 from engine_plugin.vllm.manager import KVStoreManager
 from engine_plugin.vllm.naming import EngineFacts, namespace_of, rank_bytes_of, refuse_unsupported
+from engine_plugin.vllm.offers import Offers
 from engine_plugin.vllm.settings import parse_settings
 from engine_plugin.vllm.worker import KVStoreWorker, layout_of
 from kvstore.endpoint import default_endpoint, parse_endpoint
@@ -89,6 +90,7 @@ class KVStoreSpec(OffloadingSpec):
                 deadline_s=self._settings.verdict_deadline_s,
                 loads=self._facts.loads,
                 stores=self._facts.stores,
+                offers=Offers(self._settings.store_threshold, self._settings.max_tracker_size),
             )
         return self._manager
 

@@ -70,10 +70,10 @@ class SlotStock:
             self._used_at = self._now()
 
     def announce(self, count: int) -> None:
-        """So many slots will be needed soon."""
+        """So many slots will be needed soon, or will not be needed after all (less than 0)."""
         with self._lock:
             self._used_at = self._now()
-            self._announced += count
+            self._announced = max(0, self._announced + count)
 
     def settle(self, generation: bytes) -> None:
         """Forgets slots of another pool: it is gone."""

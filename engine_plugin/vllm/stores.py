@@ -20,6 +20,7 @@ import numpy as np
 
 from engine_plugin.vllm.link import Commit, DaemonLink
 from engine_plugin.vllm.lookups import hash_of
+from engine_plugin.vllm.offers import Offers
 from engine_plugin.vllm.stock import Slots
 
 #: Keys known to be in the daemon: they are not copied again.
@@ -88,6 +89,7 @@ class Stores:
         workers: Number of workers that copy their part of each store.
         ready_generation: Gives the generation that all workers have mapped; None while they differ.
         ask_about: Asks, without waiting, which keys of a prefix are in the daemon; they become known.
+        offers: Says which of the blocks that are not there are to be stored now; None: all of them.
     """
 
     def __init__(
@@ -98,9 +100,11 @@ class Stores:
         known: KnownKeys,
         ready_generation: Callable[[], bytes | None],
         ask_about: Callable[[Sequence[bytes]], None],
+        offers: Offers | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._link = link
+        self._offers = offers or Offers()
         self._ask_about = ask_about
         self._workers = workers
         self._known = known
@@ -120,6 +124,11 @@ class Stores:
         self._take_outcomes()
         self._known.settle(self._ready_generation())
         wanted = [key for key in keys if key not in self._known and key not in self._by_key]
+        early = len(wanted)
+        wanted = self._offers.due(wanted)
+        if early > len(wanted):
+            self._skip("threshold", early - len(wanted))
+            self._link.need_not(early - len(wanted))
         if not wanted:
             return None
         if not self._link.attached:

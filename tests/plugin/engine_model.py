@@ -14,6 +14,7 @@ import numpy as np
 
 from engine_plugin.vllm.link import DaemonLink
 from engine_plugin.vllm.lookups import LoadPlan, Lookups, Verdict, hash_of
+from engine_plugin.vllm.offers import Offers
 from engine_plugin.vllm.stores import KnownKeys, Store, Stores
 from tests.plugin.fakes import SLOT_BYTES, FakeClient, FakeDaemon
 
@@ -60,7 +61,7 @@ class Copy:
 class Engine:
     """The part of an engine that the plugin sees. Time moves by the step."""
 
-    def __init__(self, daemon: FakeDaemon, *, pin: bool = True) -> None:
+    def __init__(self, daemon: FakeDaemon, *, pin: bool = True, offers: Offers | None = None) -> None:
         self.time = 100.0
         self.daemon = daemon
         self.client = FakeClient(daemon)
@@ -81,6 +82,7 @@ class Engine:
             known=known,
             ready_generation=self.ready_generation,
             ask_about=self.lookups.ask_about,
+            offers=offers,
             now=lambda: self.time,
         )
         self.requests: dict[str, Request] = {}

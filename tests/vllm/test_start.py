@@ -37,6 +37,12 @@ def test_engine_starts_without_a_daemon_and_keeps_to_its_share(
         daemon.stop()
 
 
+def test_a_misspelt_key_is_refused_at_start(folder: Path, engines: Callable[..., Engine]) -> None:
+    engine = engines("misspelt", {"blocks_per_chunks": 2})
+    assert engine.process.wait(120) != 0
+    assert "unknown key 'blocks_per_chunks'; did you mean 'blocks_per_chunk'?" in engine.log.read_text()
+
+
 def test_autostart_with_vllms_usual_processes(
     tmp_path: Path, engines: Callable[..., Engine], answers: Callable[[list[int]], list[int]]
 ) -> None:
