@@ -1,0 +1,153 @@
+"""The CUDA runtime calls that torch does not offer, through ctypes, which releases the interpreter lock during a call.
+
+The library is the one that torch has loaded already: another copy would have a state of its own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+#: cudaMemcpyBatchAsync came with CUDA 12.8 and lost a parameter with 13.0.
+_BATCH_SINCE: Final = 12080
+_REGISTER_PORTABLE_MAPPED: Final = 1 | 2
+#: cudaMemcpySrcAccessOrderStream: the source is read in stream order.
+_ORDER_STREAM: Final = 1
+#: cudaMemcpySrcAccessOrderAny: the source is not written while the copy is queued.
+_ORDER_ANY: Final = 3
+_PREFER_OVERLAP: Final = 1
+
+
+class CudaError(RuntimeError):
+    """A call of the CUDA runtime failed; the message names it and says why."""
+
+
+class _Location(ctypes.Structure):
+    _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
+
+
+class _Attributes(ctypes.Structure):
+    _fields_ = (
+        ("order", ctypes.c_int),
+        ("source_hint", _Location),
+        ("destination_hint", _Location),
+        ("flags", ctypes.c_uint),
+    )
+
+
+class CudaRuntime:
+    """See the module. Safe from any thread; each thread sets its device beforehand, as torch.cuda.set_device does."""
+
+    def __init__(self) -> None:
+        """Finds the library.
+
+        Raises:
+            CudaError: torch has none loaded, or it is too old.
+        """
+        maps = Path("/proc/self/maps").read_text()
+        found = re.search(r"\s(/\S*libcudart[^/\s]*\.so[^/\s]*)$", maps, re.MULTILINE)
+        try:
+            library = ctypes.CDLL(found.group(1) if found else "libcudart.so")
+        except OSError as error:
+            raise CudaError(f"the CUDA runtime library is not there: {error}") from None
+        version = ctypes.c_int()
+        library.cudaRuntimeGetVersion(ctypes.byref(version))
+        self.version = version.value
+        if self.version < _BATCH_SINCE:
+            raise CudaError(f"CUDA runtime {self.version} is too old: 12.8 or newer is needed")
+        library.cudaGetErrorString.restype = ctypes.c_char_p
+        library.cudaHostRegister.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint]
+        library.cudaHostUnregister.argtypes = [ctypes.c_void_p]
+        library.cudaHostGetDevicePointer.argtypes = [ctypes.POINTER(ctypes.c_void_p), ctypes.c_void_p, ctypes.c_uint]
+        library.cudaMemcpyAsync.argtypes = [
+            ctypes.c_void_p,
+            ctypes.c_void_p,
+            ctypes.c_size_t,
+            ctypes.c_int,
+            ctypes.c_void_p,
+        ]
+        tail: list[Any] = [ctypes.c_void_p] if self.version >= 13000 else [ctypes.c_void_p, ctypes.c_void_p]
+        library.cudaMemcpyBatchAsync.argtypes = [
+            *[ctypes.c_void_p] * 3,
+            ctypes.c_size_t,
+            ctypes.c_void_p,
+            ctypes.c_void_p,
+            ctypes.c_size_t,
+            *tail,
+        ]
+        self._library = library
+
+    def register(self, address: int, size_bytes: int) -> None:
+        """Pins host memory and makes it known to every GPU of this process.
+
+        Raises:
+            CudaError: it cannot be pinned; nothing of it is.
+        """
+        self._check("cudaHostRegister", self._library.cudaHostRegister(address, size_bytes, _REGISTER_PORTABLE_MAPPED))
+
+    def unregister(self, address: int) -> None:
+        """Takes a registration back.
+
+        Raises:
+            CudaError: it is none.
+        """
+        self._check("cudaHostUnregister", self._library.cudaHostUnregister(address))
+
+    def device_pointer(self, address: int) -> int:
+        """Where the GPU sees registered memory. The same address on every machine with unified addressing.
+
+        Raises:
+            CudaError: it is not registered, or the GPU cannot address it.
+        """
+        pointer = ctypes.c_void_p()
+        self._check("cudaHostGetDevicePointer", self._library.cudaHostGetDevicePointer(pointer, address, 0))
+        return pointer.value or 0
+
+    def copy(self, dst: int, src: int, size_bytes: int, stream: int) -> None:
+        """Queues one copy; the runtime finds the direction.
+
+        Raises:
+            CudaError: an address is not what it should be.
+        """
+        self._check("cudaMemcpyAsync", self._library.cudaMemcpyAsync(dst, src, size_bytes, 4, stream))
+
+    def copy_batch(
+        self, dst: np.ndarray, src: np.ndarray, size: np.ndarray, stream: int, *, source_is_still: bool
+    ) -> None:
+        """Queues many copies in one call; they may run in any order.
+
+        Args:
+            dst, src, size: uint64, contiguous; read before the call returns.
+            stream: Not the default stream, which the call does not take.
+            source_is_still: Nothing writes the source from the call on until the copies are over, so that it need not
+                be read in stream order.
+
+        Raises:
+            CudaError: an address is not what it should be.
+        """
+        if not len(size):
+            return
+        attributes = _Attributes(order=_ORDER_ANY if source_is_still else _ORDER_STREAM, flags=_PREFER_OVERLAP)
+        first = (ctypes.c_size_t * 1)(0)
+        failed = ctypes.c_size_t()
+        tail = (stream,) if self.version >= 13000 else (ctypes.addressof(failed), stream)
+        code = self._library.cudaMemcpyBatchAsync(
+            dst.ctypes.data,
+            src.ctypes.data,
+            size.ctypes.data,
+            len(size),
+            ctypes.addressof(attributes),
+            ctypes.addressof(first),
+            1,
+            *tail,
+        )
+        self._check("cudaMemcpyBatchAsync", code)
+
+    def _check(self, name: str, code: int) -> None:
+        if code:
+            self._library.cudaGetLastError()  # or the next call of somebody else would report it
+            raise CudaError(f"{name}: {self._library.cudaGetErrorString(code).decode()} ({code})")

@@ -1,0 +1,66 @@
+"""The Triton kernel: moves fragments between any two places that the GPU can address."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+import triton
+import triton.language as tl
+
+_WORDS: Final = {16: tl.int64, 8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
+
+
+@triton.jit(do_not_specialize=["stride", "first", "end"])
+def _move(  # type: ignore[no-untyped-def]
+    table, stride, first, end, WORD: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr, EVEN: tl.constexpr
+):
+    """Fragments first..end of a table of int64: row 0 destinations, row 1 sources, row 2 sizes in words.
+
+    ALIGNED: bytes that every address is a multiple of. CHUNK: words that a program has in flight. EVEN: every size is a
+    multiple of CHUNK.
+    """
+    lanes = tl.arange(0, CHUNK)
+    fragment = first + tl.program_id(0)
+    while fragment < end:
+        dst = tl.multiple_of(tl.load(table + fragment).to(tl.pointer_type(WORD)), ALIGNED)
+        src = tl.multiple_of(tl.load(table + stride + fragment).to(tl.pointer_type(WORD)), ALIGNED)
+        words = tl.load(table + 2 * stride + fragment)
+        if EVEN:
+            for start in range(0, words, CHUNK):
+                tl.store(dst + start + lanes, tl.load(src + start + lanes))
+        else:
+            for start in range(0, words, CHUNK):
+                inside = start + lanes < words
+                tl.store(dst + start + lanes, tl.load(src + start + lanes, mask=inside), mask=inside)
+        fragment += tl.num_programs(0)
+
+
+def word_size(aligned: int) -> int:
+    """Bytes of the words that the kernel counts in, for addresses and sizes aligned to so many bytes."""
+    return min(aligned, 8)
+
+
+def move(
+    table: torch.Tensor, first: int, end: int, aligned: int, *, programs: int, chunk_bytes: int, warps: int, even: bool
+) -> Any:
+    """Queues the kernel on the current stream.
+
+    Args:
+        table: int64 [3, n] on the GPU, see the kernel; sizes are in words of word_size(aligned) bytes.
+        aligned: 16, 8, 4, 2 or 1.
+        programs: How many programs share the work; each keeps a multiprocessor busy while it runs.
+        chunk_bytes: What a program has in flight.
+        even: Every size is a multiple of chunk_bytes.
+    """
+    return _move[(max(1, min(programs, end - first)),)](
+        table,
+        table.stride(0),
+        first,
+        end,
+        WORD=_WORDS[aligned],
+        ALIGNED=aligned,
+        CHUNK=chunk_bytes // word_size(aligned),
+        EVEN=even,
+        num_warps=warps,
+    )

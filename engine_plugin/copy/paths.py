@@ -1,0 +1,37 @@
+"""Which way a batch goes on a GPU, chosen from measurements (docs/gpu.md has the table).
+
+staged     a kernel gathers the fragments into a buffer on the GPU (or scatters them out of it) at the speed of GPU
+           memory, and the copy engine moves the buffer from or to the pool in long runs: the speed of one large
+           copy for fragments of any size, and next to no time on the multiprocessors. Needs runs in the pool.
+batch      one call hands all fragments to the copy engine: best where they are long by themselves
+kernel     a kernel with few programs reads and writes the registered pool itself: best where nothing is long
+pageable   what is not registered (yet): the batch call, with the driver's own staging
+"""
+
+from __future__ import annotations
+
+from typing import Final, Literal
+
+Path = Literal["staged", "batch", "kernel", "pageable"]
+#: What the setting `kvstore.copy_engine` may say. `auto` chooses job by job.
+CHOICES: Final = ("auto", "staged", "batch", "kernel", "pageable")
+
+#: From this mean fragment on, the batch call reaches the limit by itself, without a detour on the GPU.
+BATCH_FRAGMENT_BYTES_MIN: Final = 2 << 20
+#: Below this mean run, the copy engine spends too much on each copy, and the kernel is faster.
+STAGED_RUN_BYTES_MIN: Final = 256 << 10
+
+
+def choose(size_bytes: int, fragments: int, mean_run_bytes: int, *, staging: bool, mapped: bool) -> Path:
+    """The fastest path for registered memory.
+
+    Args:
+        mean_run_bytes: Mean length of what is contiguous in the pool.
+        staging: Buffers on the GPU could be had.
+        mapped: The GPU can address the pool itself.
+    """
+    if size_bytes >= fragments * BATCH_FRAGMENT_BYTES_MIN:
+        return "batch"
+    if staging and (mean_run_bytes >= STAGED_RUN_BYTES_MIN or not mapped):
+        return "staged"
+    return "kernel" if mapped else "batch"

@@ -1,0 +1,105 @@
+"""Array arithmetic on fragments: all of it vectorised, none of it knows torch or CUDA.
+
+A *run* is a stretch of the pool that is contiguous though it holds several fragments: a block's part of one rank is one
+run, however many layers it has, and neighbouring slots make longer ones.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from engine_plugin.copy.contract import Fragments
+
+
+def take(fragments: Fragments, which: np.ndarray | slice) -> Fragments:
+    """Those fragments that an index or a mask picks."""
+    return Fragments(fragments.kv[which], fragments.pool[which], fragments.size[which])
+
+
+def in_pool_order(fragments: Fragments) -> Fragments:
+    """The same fragments, ascending in the pool."""
+    if len(fragments) < 2 or bool((fragments.pool[1:] >= fragments.pool[:-1]).all()):
+        return fragments
+    return take(fragments, np.argsort(fragments.pool, kind="stable"))
+
+
+def runs_of(fragments: Fragments, cuts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Runs of fragments in pool order.
+
+    Args:
+        cuts: Indices of fragments, ascending, at which a run has to begin.
+
+    Returns:
+        Index of the first fragment of each run, and bytes of each run.
+    """
+    pool, size = fragments.pool, fragments.size
+    begins = np.empty(len(fragments), bool)
+    begins[:1] = True
+    np.not_equal(pool[:-1] + size[:-1], pool[1:], out=begins[1:])
+    begins[cuts] = True
+    first = np.flatnonzero(begins)
+    return first, np.add.reduceat(size, first)
+
+
+def mean_run_bytes(fragments: Fragments) -> int:
+    """Mean length of the runs of fragments in pool order."""
+    if not len(fragments):
+        return 0
+    breaks = int((fragments.pool[:-1] + fragments.size[:-1] != fragments.pool[1:]).sum())
+    return fragments.size_bytes // (breaks + 1)
+
+
+def windows(size: np.ndarray, room: int) -> np.ndarray:
+    """Cuts fragments into consecutive windows of at most `room` bytes each (more only where one fragment is larger).
+
+    Returns:
+        Indices at which the windows begin, with the number of fragments at the end.
+    """
+    ends = np.cumsum(size)
+    bounds = [0]
+    while bounds[-1] < len(size):
+        begun = int(ends[bounds[-1] - 1]) if bounds[-1] else 0
+        bounds.append(max(bounds[-1] + 1, int(np.searchsorted(ends, begun + room, side="right"))))
+    return np.array(bounds)
+
+
+def split(fragments: Fragments, longest: int) -> Fragments:
+    """Cuts fragments into pieces of at most `longest` bytes, so that no program of a kernel has one to itself."""
+    if not len(fragments) or int(fragments.size.max()) <= longest:
+        return fragments
+    pieces = -(-fragments.size.astype(np.int64) // longest)
+    source = np.repeat(np.arange(len(fragments)), pieces)
+    within = (np.arange(len(source)) - np.repeat(np.cumsum(pieces) - pieces, pieces)).astype(np.uint64)
+    offset = within * np.uint64(longest)
+    return Fragments(
+        fragments.kv[source] + offset,
+        fragments.pool[source] + offset,
+        np.minimum(fragments.size[source] - offset, np.uint64(longest)),
+    )
+
+
+def cut_at_borders(fragments: Fragments, base: int, step: int) -> Fragments:
+    """Cuts fragments where they cross `base` plus a multiple of `step` in the pool: a copy may not span two
+    registrations. No fragment is longer than `step`.
+    """
+    start = fragments.pool - np.uint64(base)
+    room = np.uint64(step) - start % np.uint64(step)
+    crossing = np.flatnonzero(fragments.size > room)
+    if not len(crossing):
+        return fragments
+    head = np.minimum(fragments.size, room)
+    rest, gone = fragments.size[crossing] - room[crossing], room[crossing]
+    where = crossing + 1
+    return Fragments(
+        np.insert(fragments.kv, where, fragments.kv[crossing] + gone),
+        np.insert(fragments.pool, where, fragments.pool[crossing] + gone),
+        np.insert(head, where, rest),
+    )
+
+
+def word_bytes(*arrays: np.ndarray) -> int:
+    """The widest access, 16 bytes at most, to which every one of these addresses and sizes is aligned."""
+    bits = 16
+    for array in arrays:
+        bits |= int(np.bitwise_or.reduce(array)) if len(array) else 0
+    return bits & -bits
