@@ -80,6 +80,7 @@ class KVStoreManager(OffloadingManager):
         self._loads = loads
         self._stores_allowed = stores
         self._mapped: dict[int, bytes] = {}  # rank -> generation its worker has mapped
+        self._registered: dict[int, int] = {}  # rank -> bytes of the pool registered with its GPU
         self._known = KnownKeys(time.monotonic)
         self._lookups = Lookups(
             link,
@@ -211,6 +212,12 @@ class KVStoreManager(OffloadingManager):
             self._counts["load_failures", reason] += 1
         for hook, count in report.hook_errors.items():
             self._counts["hook_errors", hook] += count
+        for path, size in report.copied_bytes.items():
+            self._counts["copied", path] += size
+        for rank, (size, error) in report.registered.items():
+            self._registered[rank] = size
+            if error:
+                self._counts["register_failures", ""] += 1
 
     @guarded(nothing)
     def on_loads_failed(self, req_ids: Iterable[str]) -> None:
@@ -232,7 +239,7 @@ class KVStoreManager(OffloadingManager):
             counts["hook_errors", hook] += count
         for taken in (self._counts, self._lookups.counts, self._stores.counts, self.hook_errors):
             taken.clear()
-        return metrics.stats_of(counts, self._link.attached)
+        return metrics.stats_of(counts, self._link.attached, sum(self._registered.values()))
 
     @guarded(nothing)
     def shutdown(self) -> None:

@@ -44,6 +44,8 @@ class WorkerReport:
         stores_failed: Tickets of which a worker could not copy its part.
         loads_failed: Request -> reason.
         hook_errors: Hook -> exceptions swallowed.
+        copied_bytes: Way of a copy -> bytes moved.
+        registered: Rank -> bytes of the pool that are registered with its GPU, and what failed (empty: nothing).
     """
 
     attached: dict[int, bytes] = dataclasses.field(default_factory=dict)
@@ -51,9 +53,11 @@ class WorkerReport:
     stores_failed: set[int] = dataclasses.field(default_factory=set)
     loads_failed: dict[str, str] = dataclasses.field(default_factory=dict)
     hook_errors: dict[str, int] = dataclasses.field(default_factory=dict)
+    copied_bytes: dict[str, int] = dataclasses.field(default_factory=dict)
+    registered: dict[int, tuple[int, str]] = dataclasses.field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        return bool(self.attached or self.stores_done or self.stores_failed or self.loads_failed or self.hook_errors)
+        return any(getattr(self, field.name) for field in dataclasses.fields(self))
 
     def add(self, other: WorkerReport) -> None:
         """Takes another worker's report, or a later one, into this one."""
@@ -64,6 +68,9 @@ class WorkerReport:
         self.loads_failed.update(other.loads_failed)
         for hook, count in other.hook_errors.items():
             self.hook_errors[hook] = self.hook_errors.get(hook, 0) + count
+        for path, size in other.copied_bytes.items():
+            self.copied_bytes[path] = self.copied_bytes.get(path, 0) + size
+        self.registered.update(other.registered)
 
 
 @dataclasses.dataclass

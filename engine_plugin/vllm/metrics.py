@@ -24,6 +24,9 @@ SKIPPED: Final = "vllm:kvstore_store_skipped_blocks"
 LOAD_FAILURES: Final = "vllm:kvstore_load_failures"
 CALL_FAILURES: Final = "vllm:kvstore_call_failures"
 HOOK_ERRORS: Final = "vllm:kvstore_hook_errors"
+COPIED: Final = "vllm:kvstore_copied_bytes"
+REGISTERED: Final = "vllm:kvstore_registered_bytes"
+REGISTER_FAILURES: Final = "vllm:kvstore_register_failures"
 
 #: Kind of a count in the plugin -> metric. Kinds without a metric are for debugging.
 _METRIC_OF: Final[Mapping[str, str]] = {
@@ -36,6 +39,8 @@ _METRIC_OF: Final[Mapping[str, str]] = {
     "load_failures": LOAD_FAILURES,
     "calls_failed": CALL_FAILURES,
     "hook_errors": HOOK_ERRORS,
+    "copied": COPIED,
+    "register_failures": REGISTER_FAILURES,
 }
 
 
@@ -66,13 +71,23 @@ def definitions() -> dict[str, OffloadingMetricMetadata]:
         HOOK_ERRORS: OffloadingCounterMetadata(
             "Exceptions swallowed in a hook, by hook. Any is a defect: please report it with the log.", ("hook",)
         ),
+        COPIED: OffloadingCounterMetadata(
+            "Bytes copied between KV memory and the pool, by way. cpu: KV memory on the host. staged, batch, kernel: "
+            "on a GPU. pageable: memory of the pool that is not registered with the GPU, several times slower.",
+            ("path",),
+        ),
+        REGISTERED: OffloadingGaugeMetadata("Bytes of the pool that are registered with the GPU, over all ranks."),
+        REGISTER_FAILURES: OffloadingCounterMetadata(
+            "Pools that could not be registered with the GPU as a whole; the engine's log says why."
+        ),
     }
 
 
-def stats_of(counts: Counter[tuple[str, str]], attached: bool) -> OffloadingConnectorStats:
+def stats_of(counts: Counter[tuple[str, str]], attached: bool, registered_bytes: int = 0) -> OffloadingConnectorStats:
     """Counts since the last call as vLLM's stats."""
     stats = OffloadingConnectorStats()
     stats.set_gauge(ATTACHED, int(attached))
+    stats.set_gauge(REGISTERED, registered_bytes)
     for (kind, label), amount in counts.items():
         metric = _METRIC_OF.get(kind)
         if metric is not None and amount:

@@ -12,6 +12,7 @@ import os
 from collections.abc import Mapping
 from typing import Any, Final
 
+from engine_plugin.copy.paths import CHOICES
 from kvstore.errors import ConfigError
 
 PREFIX: Final = "kvstore."
@@ -59,7 +60,8 @@ class PluginSettings:
             by then is computed.
         timeout_s: Deadline of one call to the daemon, made in the background.
         stock_blocks: Most empty slots held in reserve for the next stores; 0: as many as two steps can fill.
-        copy_threads: Threads that copy between KV memory and the pool; 0: a quarter of the cores, at most 4.
+        copy_threads: Threads that copy between KV memory on the host and the pool; 0: a quarter of the cores, max. 4.
+        copy_engine: Which way bytes go between a GPU and the pool, one of engine_plugin.copy.paths.CHOICES.
     """
 
     share_bytes: int = 0
@@ -74,6 +76,7 @@ class PluginSettings:
     timeout_s: float = 2.0
     stock_blocks: int = 0
     copy_threads: int = 0
+    copy_engine: str = "auto"
 
     def settled_copy_threads(self) -> int:
         """Copy threads with the default filled in."""
@@ -100,6 +103,8 @@ def parse_settings(extra: Mapping[str, Any]) -> PluginSettings:
             _refuse_key(key, value)
     given.update(_native(extra))
     settings = PluginSettings(**given)
+    if settings.copy_engine not in CHOICES:
+        raise ConfigError(f"'kvstore.copy_engine' is {settings.copy_engine!r}: write one of {', '.join(CHOICES)}")
     if settings.autostart and not settings.share_bytes:
         raise ConfigError("'kvstore.autostart' needs 'cpu_bytes_to_use': it says how large a daemon to start")
     return settings

@@ -17,6 +17,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.config import OffloadingConfig
 
 import kvstore
+from engine_plugin.copy.contract import CopyEngine
 from engine_plugin.vllm import metrics
 from engine_plugin.vllm.autostart import ensure_daemon
 from engine_plugin.vllm.link import DaemonLink
@@ -96,8 +97,6 @@ class KVStoreSpec(OffloadingSpec):
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         if self._worker is None:
-            from engine_plugin.copy.cpu import CpuCopyEngine
-
             layout = layout_of(kv_caches)
             rank = self.config.parallel.rank
             if rank == 0:
@@ -105,12 +104,22 @@ class KVStoreSpec(OffloadingSpec):
             self._worker = KVStoreWorker(
                 layout,
                 client=self._connect(f"worker {rank}", None),
-                engine=CpuCopyEngine(self._settings.settled_copy_threads()),
+                engine=self._copy_engine(layout.device),
                 rank=rank,
                 blocks_per_slot=self.blocks_per_chunk,
                 rank_bytes=rank_bytes_of(self.config),
             )
         return self._worker
+
+    def _copy_engine(self, device: str) -> CopyEngine:
+        """For KV memory on this device. Imported here: each needs what the other's machines may not have."""
+        if device == "cpu":
+            from engine_plugin.copy.cpu import CpuCopyEngine
+
+            return CpuCopyEngine(self._settings.settled_copy_threads())
+        from engine_plugin.copy.cuda import CudaCopyEngine
+
+        return CudaCopyEngine(device, self._settings.copy_engine)
 
     def _ensure_daemon(self) -> None:
         if self._settings.autostart:

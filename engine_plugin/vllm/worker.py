@@ -40,6 +40,7 @@ class RankLayout:
         place: Bytes from the start of a KV block's part of the slot to each layer's page.
         block_bytes: Bytes of one KV block of this rank, all layers.
         blocks: Number of KV blocks that the engine has.
+        device: Where KV memory lies, as torch names it.
     """
 
     base: np.ndarray
@@ -48,23 +49,24 @@ class RankLayout:
     place: np.ndarray
     block_bytes: int
     blocks: int
+    device: str
 
 
 def layout_of(kv_caches: CanonicalKVCaches) -> RankLayout:
     """Reads the engine's KV memory.
 
     Raises:
-        ConfigError: it is not in host memory, or has more than one group.
+        ConfigError: it lies on several devices or on one that is neither the host nor a CUDA GPU, or it has more than
+            one group.
     """
     if len(kv_caches.group_data_refs) != 1:
         raise ConfigError(f"kvstore: {len(kv_caches.group_data_refs)} KV cache groups; only one works so far")
     chosen = [kv_caches.tensors[ref.tensor_idx] for ref in kv_caches.group_data_refs[0]]
-    for entry in chosen:
-        if entry.tensor.device.type != "cpu":
-            raise ConfigError(
-                f"kvstore: the KV cache lies on {entry.tensor.device}; this version copies from and to host memory "
-                "only (vLLM's CPU build)"
-            )
+    devices = {str(entry.tensor.device) for entry in chosen}
+    if len(devices) != 1 or chosen[0].tensor.device.type not in ("cpu", "cuda"):
+        raise ConfigError(
+            f"kvstore: the KV cache lies on {', '.join(sorted(devices))}: host memory or one CUDA GPU works"
+        )
     page = np.array([entry.page_size_bytes for entry in chosen], np.uint64)
     return RankLayout(
         base=np.array([entry.tensor.data_ptr() for entry in chosen], np.uint64),
@@ -73,6 +75,7 @@ def layout_of(kv_caches: CanonicalKVCaches) -> RankLayout:
         place=np.concatenate(([0], np.cumsum(page)[:-1])).astype(np.uint64),
         block_bytes=int(page.sum()),
         blocks=min(int(entry.tensor.shape[0]) for entry in chosen),
+        device=devices.pop(),
     )
 
 
@@ -122,6 +125,8 @@ class KVStoreWorker(OffloadingWorker):
         self._under_way: dict[int, Copy] = {}
         self._finished: deque[_Outcome] = deque()
         self._last_attached: bytes | None = None
+        self._moved: Counter[str] = Counter()
+        self._last_registered = (0, "")
         self._report = WorkerReport()
         self._failed_loads: set[str] = set()
         self.hook_errors: Counter[str] = Counter()
@@ -179,8 +184,20 @@ class KVStoreWorker(OffloadingWorker):
             self._report.attached[self._rank] = attached
         self._report.hook_errors.update(self.hook_errors)
         self.hook_errors.clear()
+        self._report_copies()
         report, self._report = self._report, WorkerReport()
         return report
+
+    def _report_copies(self) -> None:
+        """What the copy engine did since the last call, and how far the pool is registered."""
+        stats = self._engine.stats()
+        moved = Counter(stats.bytes_by_path) - self._moved
+        self._moved = Counter(stats.bytes_by_path)
+        self._report.copied_bytes.update(moved)
+        registered = (stats.registered_bytes, stats.register_error)
+        if registered != self._last_registered:
+            self._last_registered = registered
+            self._report.registered[self._rank] = registered
 
     # -- copies --------------------------------------------------------------------------------------------------------
 

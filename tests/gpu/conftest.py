@@ -1,4 +1,4 @@
-"""Tests on a real GPU: `python -m pytest tests/gpu` on a CUDA machine. Skipped, with the reason, where there is none."""
+"""Tests on a real GPU (`python -m pytest tests/gpu`); skipped, with the reason, where there is none."""
 
 from __future__ import annotations
 
