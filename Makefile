@@ -86,7 +86,7 @@ $(VENV)/test.stamp: $(VENV)/core.stamp
 # gigabytes with it. torchvision, torchaudio and torchcodec come along as dependencies of vLLM; nothing here uses them, and
 # builds of theirs for another torch fail when transformers imports them, and vLLM with it.
 $(VLLM_VENV)/vllm.stamp: $(VLLM_VENV)/venv.stamp pyproject.toml
-	$(VLLM_VENV)/bin/python $(PIP_INSTALL) 'torch==2.13.0+cpu' --editable '.[vllm,test,bench]'
+	$(VLLM_VENV)/bin/python $(PIP_INSTALL) 'torch==2.13.0+cpu' --editable '.[vllm,nixl,test,bench]'
 	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 

@@ -19,6 +19,7 @@ Modules
     worker      vLLM's OffloadingWorker: plans copies
     spec        vLLM's OffloadingSpec: builds manager and worker
     connector   vLLM's OffloadingConnector with failures, reports and start-up checks
+    beside      other connectors next to ours, inside MultiConnector
     autostart   starts a daemon where there is none
 """
 

@@ -4,7 +4,8 @@ The stock connector keeps block tables, chunk keys, fencing, preemption and the 
 start-up checks, failed loads, and the workers' reports to the scheduler.
 
 A failed load is always computed again, whatever `kv_load_failure_policy` says: its default is to fail the request, and
-a fault of the cache must never cost an answer.
+a fault of the cache must never cost an answer. Inside MultiConnector this holds for the other connectors' loads too,
+since vLLM has one policy for an engine.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import Of
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, UniformTypeKVCacheSpecs  # noqa: E402
 from vllm.v1.kv_offload.base import OffloadingManager, OffloadingSpec, OffloadingWorker  # noqa: E402
 
+from engine_plugin.vllm.beside import enclosing_config, refuse_neighbours  # noqa: E402
 from engine_plugin.vllm.guard import guarded, nothing  # noqa: E402
 from engine_plugin.vllm.manager import KVStoreManager  # noqa: E402
 from engine_plugin.vllm.messages import KVStoreWorkerMetadata, WorkerReport  # noqa: E402
@@ -36,8 +38,10 @@ from engine_plugin.vllm.worker import KVStoreWorker  # noqa: E402
 from kvstore.errors import ConfigError  # noqa: E402
 
 if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
 
 
 class KVStoreConnector(OffloadingConnector):
@@ -51,7 +55,13 @@ class KVStoreConnector(OffloadingConnector):
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         transfer = vllm_config.kv_transfer_config
         assert transfer is not None
-        transfer.kv_load_failure_policy = "recompute"  # read by the scheduler right after this constructor
+        enclosing = enclosing_config()
+        if enclosing is not None:
+            refuse_neighbours(enclosing)
+        for config in (vllm_config, enclosing):
+            if config is not None and config.kv_transfer_config is not None:
+                # The outermost one's is read by the scheduler right after this constructor.
+                config.kv_transfer_config.kv_load_failure_policy = "recompute"
         _use_own_spec(transfer.kv_connector_extra_config)
         _refuse_other_attention(kv_cache_config)
         self.hook_errors: Counter[str] = Counter()
@@ -102,7 +112,14 @@ class KVStoreConnector(OffloadingConnector):
             self._manager.give_way()
         return meta
 
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        if not num_external_tokens:
+            self._manager.on_no_load(request.request_id)  # inside MultiConnector, another one may load instead
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        if connector_output.invalid_block_ids:
+            self._manager.on_foreign_load_failed()
         meta = connector_output.kv_connector_worker_meta
         if isinstance(meta, KVStoreWorkerMetadata):
             self._manager.on_report(meta.report)
@@ -117,6 +134,9 @@ class KVStoreConnector(OffloadingConnector):
         transfer = vllm_config.kv_transfer_config
         assert transfer is not None
         _use_own_spec(transfer.kv_connector_extra_config)
+        enclosing = enclosing_config()
+        if enclosing is not None:
+            refuse_neighbours(enclosing)
         return super().build_prom_metrics(vllm_config, *args, **kwargs)
 
 

@@ -147,7 +147,17 @@ class KVStoreManager(OffloadingManager):
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         self._lookups.load_done(req_context.req_id)
 
+    @guarded(nothing)
+    def on_no_load(self, req_id: str) -> None:
+        """A request has got its memory, and nothing is loaded for it from here: what is pinned for it goes back."""
+        self._lookups.finished(req_id)
+
     # -- stores --------------------------------------------------------------------------------------------------------
+
+    @guarded(nothing)
+    def on_foreign_load_failed(self) -> None:
+        """Another connector's load has left wrong bytes in KV memory, which stores under way may be copying."""
+        self._stores.distrust()
 
     @guarded(_nothing_to_store)
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:

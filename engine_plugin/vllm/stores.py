@@ -171,6 +171,11 @@ class Stores:
                 if store.orphan and store.acks >= self._workers:
                     self._give_back(store, "dropped")
 
+    def distrust(self) -> None:
+        """What is being copied may be wrong: none of the stores under way is published."""
+        for store in self._under_way.values():
+            store.failed = True
+
     def complete(self, keys: Collection[bytes], success: bool = True) -> None:
         """The engine says that a store is through on all workers. Unknown and repeated completions are ignored."""
         for store in {self._by_key[key] for key in keys if key in self._by_key}:

@@ -2,7 +2,8 @@
 
 usage: driver.py JSON     (the arguments of `vllm.LLM`; `kv_transfer_config` as a plain object)
 
-    {"do": "generate", "prompts": [[token, ...], ...], "max_tokens": n} -> {"outputs": [{"tokens", "cached", "ttft_s"}]}
+    {"do": "generate", "prompts": [[token, ...], ...], "max_tokens": n, "transfer": kv_transfer_params or null}
+                                                     -> {"outputs": [{"tokens", "cached", "ttft_s", "transfer"}]}
     {"do": "metrics"}                                                   -> {"metrics": {"name{label=value}": number}}
     {"do": "reset", "connector": false}                                 -> {"reset": true}
     {"do": "damage_loads", "count": n}                                  -> {"damaged": true}; the next n loads find
@@ -31,8 +32,14 @@ def main() -> None:
         arguments["kv_transfer_config"] = KVTransferConfig(**transfer)
     llm = LLM(**arguments)
 
-    def generate(prompts: list[list[int]], max_tokens: int) -> dict[str, Any]:
-        parameters = SamplingParams(temperature=0.0, max_tokens=max_tokens, min_tokens=max_tokens, ignore_eos=True)
+    def generate(prompts: list[list[int]], max_tokens: int, transfer: dict[str, Any] | None) -> dict[str, Any]:
+        parameters = SamplingParams(
+            temperature=0.0,
+            max_tokens=max_tokens,
+            min_tokens=max_tokens,
+            ignore_eos=True,
+            extra_args={"kv_transfer_params": transfer} if transfer is not None else None,
+        )
         outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], parameters, use_tqdm=False)
         # An engine in a process of its own goes on stepping until the connector is done; here nobody else does.
         core = getattr(llm.llm_engine.engine_core, "engine_core", None)
@@ -44,6 +51,7 @@ def main() -> None:
                     "tokens": list(output.outputs[0].token_ids),
                     "cached": output.num_cached_tokens,
                     "ttft_s": output.metrics.first_token_latency,
+                    "transfer": output.kv_transfer_params,
                 }
                 for output in outputs
             ]

@@ -102,6 +102,28 @@ class Daemon:
         wait_until(f"{blocks} blocks are on disk", are_there)
 
 
+def connector(extra: dict[str, Any], role: str = "kv_both") -> dict[str, Any]:
+    """Our part of `kv_transfer_config`."""
+    return {
+        "kv_connector": "KVStoreConnector",
+        "kv_role": role,
+        "kv_connector_extra_config": {
+            "block_size": BLOCK_TOKENS,
+            "cpu_bytes_to_use": 600_000_000,
+            # A busy machine must not turn a hit into a miss.
+            "kvstore.verdict_deadline_s": 10,
+            "kvstore.timeout_s": 10,
+            **extra,
+        },
+    }
+
+
+def several(*connectors: dict[str, Any]) -> dict[str, Any]:
+    """A `kv_transfer_config` of several connectors, in the order in which they are asked."""
+    extra = {"connectors": list(connectors)}
+    return {"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+
+
 class Engine:
     """A vLLM engine in a process of its own. In that process everything runs (or, as usual, in several more)."""
 
@@ -132,18 +154,7 @@ class Engine:
             **arguments,
         }
         if extra is not None:
-            settings["kv_transfer_config"] = {
-                "kv_connector": "KVStoreConnector",
-                "kv_role": role,
-                "kv_connector_extra_config": {
-                    "block_size": BLOCK_TOKENS,
-                    "cpu_bytes_to_use": 600_000_000,
-                    # A busy machine must not turn a hit into a miss.
-                    "kvstore.verdict_deadline_s": 10,
-                    "kvstore.timeout_s": 10,
-                    **extra,
-                },
-            }
+            settings["kv_transfer_config"] = connector(extra, role)
         variables = {
             **os.environ,
             "HF_HUB_OFFLINE": "1",
@@ -190,8 +201,12 @@ class Engine:
         answer: dict[str, Any] = json.loads(line)
         return answer
 
-    def generate(self, *prompts: list[int], max_tokens: int = OUTPUT_TOKENS) -> list[dict[str, Any]]:
-        outputs: list[dict[str, Any]] = self.ask(do="generate", prompts=prompts, max_tokens=max_tokens)["outputs"]
+    def generate(
+        self, *prompts: list[int], max_tokens: int = OUTPUT_TOKENS, transfer: dict[str, Any] | None = None
+    ) -> list[dict[str, Any]]:
+        """Answers of a batch; `transfer` are its `kv_transfer_params`."""
+        answer = self.ask(do="generate", prompts=prompts, max_tokens=max_tokens, transfer=transfer)
+        outputs: list[dict[str, Any]] = answer["outputs"]
         return outputs
 
     def metrics(self) -> dict[str, float]:
