@@ -65,7 +65,7 @@ class KVStoreConnector(OffloadingConnector):
         _use_own_spec(transfer.kv_connector_extra_config)
         _refuse_other_attention(kv_cache_config)
         self.hook_errors: Counter[str] = Counter()
-        with engine_facts(facts_of(vllm_config)):
+        with engine_facts(facts_of(vllm_config, kv_cache_config)):
             super().__init__(vllm_config, role, kv_cache_config)
 
     @property

@@ -28,6 +28,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from engine_plugin.vllm import metrics
 from engine_plugin.vllm.guard import guarded, limited_log, nothing
+from engine_plugin.vllm.layout import SINGLE, SlotFormat
 from engine_plugin.vllm.link import DaemonLink
 from engine_plugin.vllm.lookups import Lookups, Verdict
 from engine_plugin.vllm.messages import SlotSpec, WorkerReport, no_slots
@@ -55,6 +56,7 @@ class KVStoreManager(OffloadingManager):
 
     Args:
         link: The line to the daemon; owned and closed by this manager.
+        slot_format: How ranks divide a slot.
         workers: Number of workers (ranks) of the engine.
         tokens_per_block: Tokens of one stored block.
         deadline_s: Longest wait for the answer to a lookup.
@@ -67,6 +69,7 @@ class KVStoreManager(OffloadingManager):
         self,
         link: DaemonLink,
         *,
+        slot_format: SlotFormat,
         workers: int,
         tokens_per_block: int,
         deadline_s: float,
@@ -75,6 +78,7 @@ class KVStoreManager(OffloadingManager):
         offers: Offers | None = None,
     ) -> None:
         self._link = link
+        self._format = slot_format
         self._workers = workers
         self._tokens_per_block = tokens_per_block
         self._loads = loads
@@ -92,7 +96,7 @@ class KVStoreManager(OffloadingManager):
         )
         self._stores = Stores(
             link,
-            workers=workers,
+            workers=1 if slot_format.kind == SINGLE else workers,
             known=self._known,
             ready_generation=self.ready_generation,
             ask_about=self._lookups.ask_about,
@@ -141,7 +145,7 @@ class KVStoreManager(OffloadingManager):
             limited_log("load", logging.ERROR, "kvstore: a load was asked for blocks that are not pinned; it will fail")
             return no_slots(req_context.req_id)
         self._note_offered(list(keys), req_context)
-        return SlotSpec(plan.generation, plan.offsets, plan.epochs, req_id=req_context.req_id)
+        return SlotSpec(plan.generation, plan.offsets, plan.epochs, req_id=req_context.req_id, format=self._format)
 
     @guarded(nothing)
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
@@ -170,7 +174,7 @@ class KVStoreManager(OffloadingManager):
             # Not None, which would have vLLM offer the same blocks again in every step, each time with a warning.
             return _nothing_to_store()
         slots = store.slots
-        spec = SlotSpec(slots.generation, slots.offsets, slots.epochs, ticket=store.ticket)
+        spec = SlotSpec(slots.generation, slots.offsets, slots.epochs, ticket=store.ticket, format=self._format)
         return PrepareStoreOutput(keys_to_store=list(store.keys), store_spec=spec, evicted_keys=[])
 
     def _note_offered(self, keys: list[OffloadKey], req_context: ReqContext) -> None:

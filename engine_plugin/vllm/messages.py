@@ -9,6 +9,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerM
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
 from vllm.v1.kv_offload.base import LoadStoreSpec
 
+from engine_plugin.vllm.layout import SlotFormat
+
 
 @dataclasses.dataclass(slots=True)
 class SlotSpec(LoadStoreSpec):
@@ -20,6 +22,7 @@ class SlotSpec(LoadStoreSpec):
         epochs: Epochs of the slots when they were pinned, uint32. A load compares them after its copy.
         ticket: Names a store towards the scheduler; 0 for a load.
         req_id: Request that a load belongs to; empty for a store.
+        format: How the scheduler divides a slot. A worker that divides it otherwise must not touch it.
     """
 
     generation: bytes
@@ -27,6 +30,7 @@ class SlotSpec(LoadStoreSpec):
     epochs: np.ndarray
     ticket: int = 0
     req_id: str = ""
+    format: SlotFormat | None = None
 
 
 def no_slots(req_id: str = "") -> SlotSpec:

@@ -14,16 +14,17 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from engine_plugin.vllm.layout import CANONICAL, DIRECT, SINGLE, SlotFormat
 from kvstore.blocks import Namespace
 from kvstore.errors import ConfigError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
     from vllm.v1.kv_offload.config import OffloadingConfig
 
-#: How the bytes of one block are ordered: rank by rank, in a rank block by block, in a block layer by layer, each page
-#: as the engine holds it. Another order is another id.
-FORMAT_ID: Final = "direct-1"
+#: How the bytes of one block are ordered (see layout), by kind. Another order is another id.
+FORMAT_IDS: Final = {DIRECT: "direct-1", SINGLE: "single-1", CANONICAL: "canonical-1"}
 
 _HASHES_WITH_SECRET_SEED: Final = ("xxhash", "xxhash_cbor")
 _DEFAULT_SEED: Final = "vllm-none-hash"
@@ -44,6 +45,10 @@ class EngineFacts:
         loads: The role lets this engine load.
         tokens_per_step: Most tokens that one engine step computes.
         hosts: Number of hosts that the ranks are spread over.
+        mla: Attention keeps one latent per token, not keys and values by head.
+        kv_heads: KV heads of the model, over all ranks.
+        stages: Layers of each pipeline stage.
+        windowed: Indices of the KV-cache groups that need the end of a prefix only (sliding windows, recurrent states).
     """
 
     hash_algo: str = "sha256"
@@ -54,14 +59,23 @@ class EngineFacts:
     loads: bool = True
     tokens_per_step: int = 8192
     hosts: int = 1
+    mla: bool = False
+    kv_heads: int = 1
+    stages: tuple[int, ...] = (1,)
+    windowed: frozenset[int] = frozenset()
 
 
-def facts_of(vllm_config: VllmConfig) -> EngineFacts:
+def facts_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> EngineFacts:
     """Reads vLLM's configuration. Looks at the model's files, so once per process."""
+    from vllm.distributed.utils import get_pp_indices
+
     transfer = vllm_config.kv_transfer_config
     cache = vllm_config.cache_config
     model = vllm_config.model_config
+    parallel = vllm_config.parallel_config
     assert transfer is not None and transfer.engine_id is not None
+    layers, stages = model.get_total_num_hidden_layers(), parallel.pipeline_parallel_size
+    bounds = [get_pp_indices(layers, stage, stages) for stage in range(stages)]
     algo = str(cache.prefix_caching_hash_algo)
     return EngineFacts(
         hash_algo=algo,
@@ -71,7 +85,15 @@ def facts_of(vllm_config: VllmConfig) -> EngineFacts:
         stores=transfer.is_kv_producer,
         loads=transfer.is_kv_consumer,
         tokens_per_step=int(vllm_config.scheduler_config.max_num_batched_tokens),
-        hosts=int(vllm_config.parallel_config.nnodes_within_dp),
+        hosts=int(parallel.nnodes_within_dp),
+        mla=bool(model.use_mla),
+        kv_heads=int(model.get_total_num_kv_heads()),
+        stages=tuple(end - begin for begin, end in bounds),
+        windowed=frozenset(
+            index
+            for index, group in enumerate(kv_cache_config.kv_cache_groups)
+            if not _is_full_attention(group.kv_cache_spec)
+        ),
     )
 
 
@@ -110,33 +132,48 @@ def weights_fingerprint(model: str) -> str:
     return "weights-" + digest.hexdigest()[:32]
 
 
+def format_of(config: OffloadingConfig, facts: EngineFacts) -> SlotFormat:
+    """How a slot is divided. The same in the scheduler and in every rank."""
+    parallel, chunk = config.parallel, int(config.cache.blocks_per_chunk)
+    rank_bytes = int(config.worker_kv_bytes_per_block)
+    if config.canonical_layout:
+        parts = 1 if facts.mla else min(parallel.tp_size, facts.kv_heads)
+        return SlotFormat(CANONICAL, 1, rank_bytes * parts, chunk)
+    if config.replicated_layout or (facts.mla and parallel.world_size == 1):
+        return SlotFormat(SINGLE, 1, rank_bytes, chunk)
+    if parallel.pp_size > 1:
+        # Stages may hold different numbers of layers; all parts are as large as the largest.
+        own = facts.stages[parallel.rank // (parallel.world_size // parallel.pp_size)]
+        rank_bytes = -(-rank_bytes // own) * max(facts.stages)
+    return SlotFormat(DIRECT, parallel.world_size, rank_bytes, chunk)
+
+
 def namespace_of(config: OffloadingConfig, facts: EngineFacts, tenant: str = "") -> Namespace:
-    """The namespace of an engine's blocks."""
+    """The namespace of an engine's blocks. The daemon is told the scheduler's, with the layers of the first rank."""
+    slot = format_of(config, facts)
     parallel = config.parallel
-    tokens = config.groups[0].tokens_per_block * config.cache.blocks_per_chunk
+    shape = (
+        f"tp={parallel.tp_size},pp={parallel.pp_size},pcp={parallel.pcp_size},"
+        f"dcp={parallel.dcp_size},world={parallel.world_size}"
+    )
+    if parallel.pp_size > 1:
+        shape += f",stages={'+'.join(map(str, facts.stages))}"
+    tokens = [group.tokens_per_block for group in config.groups]
     return Namespace(
         model=config.model.name,
         dtype=config.model.dtype,
-        block_size=tokens,
-        block_bytes=rank_bytes_of(config) * parallel.world_size,
+        block_size=tokens[0] * config.cache.blocks_per_chunk,
+        block_bytes=slot.slot_bytes,
         revision=facts.revision,
         tokens_per_hash=config.cache.tokens_per_hash,
         layers=tuple(tuple(group.layer_names) for group in config.groups),
-        layout=f"{config.kv_cache_layout};{FORMAT_ID}",
-        parallel=(
-            f"tp={parallel.tp_size},pp={parallel.pp_size},pcp={parallel.pcp_size},"
-            f"dcp={parallel.dcp_size},world={parallel.world_size}"
-        ),
+        layout=f"{config.kv_cache_layout};{FORMAT_IDS[slot.kind]}",
+        parallel=shape if slot.kind == DIRECT else "agnostic",
         hash_algo=facts.hash_algo,
         hash_seed=facts.hash_seed,
         tenant=tenant,
-        extra=(*facts.extra, ("engine", "vllm"), ("tokens_per_kv_block", str(config.groups[0].tokens_per_block))),
+        extra=(*facts.extra, ("engine", "vllm"), ("tokens_per_kv_block", ",".join(map(str, tokens)))),
     )
-
-
-def rank_bytes_of(config: OffloadingConfig) -> int:
-    """Bytes of one block that each rank holds."""
-    return int(config.worker_kv_bytes_per_block * config.cache.blocks_per_chunk)
 
 
 def refuse_unsupported(config: OffloadingConfig, facts: EngineFacts) -> None:
@@ -152,19 +189,34 @@ def refuse_unsupported(config: OffloadingConfig, facts: EngineFacts) -> None:
             f"the model has {len(config.groups)} KV cache groups (hybrid models): only models with full attention in "
             "one group work so far"
         )
-    if parallel.pp_size != 1 or parallel.pcp_size != 1 or parallel.dcp_size != 1:
+    if parallel.pcp_size != 1 or parallel.dcp_size != 1:
         reasons.append(
-            f"pipeline or context parallelism (pp={parallel.pp_size}, pcp={parallel.pcp_size}, "
-            f"dcp={parallel.dcp_size}) does not work so far: use tensor parallelism alone"
+            f"context parallelism (pcp={parallel.pcp_size}, dcp={parallel.dcp_size}) does not work: use tensor or "
+            "pipeline parallelism"
         )
     if facts.hosts != 1:
-        reasons.append(f"the ranks are spread over {facts.hosts} hosts: run one engine on each host")
-    if config.canonical_layout:
-        reasons.append("'canonical_layout' does not work so far: remove it from kv_connector_extra_config")
+        reasons.append(
+            f"the ranks are spread over {facts.hosts} hosts, and a pool is one host's memory: run one engine on each "
+            "host (data parallelism), with daemons that share a Redis tier"
+        )
+    if config.canonical_layout and not parallel.is_parallelism_agnostic:
+        reasons.append(
+            "'canonical_layout' needs tensor parallelism alone, of a degree that divides the KV heads or is a multiple "
+            "of them, and attention in every layer: remove it from kv_connector_extra_config; blocks are then shared "
+            "by engines of the same parallel shape"
+        )
     if config.worker_kv_bytes_per_block <= 0:
         reasons.append("vLLM does not say how large a KV block is")
     if reasons:
         raise ConfigError("kvstore cannot serve this engine: " + "; ".join(reasons))
+
+
+def _is_full_attention(spec: KVCacheSpec) -> bool:
+    """Whether a group's layers need the whole prefix."""
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, UniformTypeKVCacheSpecs
+
+    parts = spec.kv_cache_specs.values() if isinstance(spec, UniformTypeKVCacheSpecs) else (spec,)
+    return all(isinstance(part, FullAttentionSpec) for part in parts)
 
 
 def _other_settings(vllm_config: VllmConfig) -> tuple[tuple[str, str], ...]:

@@ -20,12 +20,13 @@ import kvstore
 from engine_plugin.copy.contract import CopyEngine
 from engine_plugin.vllm import metrics
 from engine_plugin.vllm.autostart import ensure_daemon
+from engine_plugin.vllm.layout import SINGLE, layout_of
 from engine_plugin.vllm.link import DaemonLink
 from engine_plugin.vllm.manager import KVStoreManager
-from engine_plugin.vllm.naming import EngineFacts, namespace_of, rank_bytes_of, refuse_unsupported
+from engine_plugin.vllm.naming import EngineFacts, format_of, namespace_of, refuse_unsupported
 from engine_plugin.vllm.offers import Offers
 from engine_plugin.vllm.settings import parse_settings
-from engine_plugin.vllm.worker import KVStoreWorker, layout_of
+from engine_plugin.vllm.worker import KVStoreWorker
 from kvstore.endpoint import default_endpoint, parse_endpoint
 from kvstore.errors import ConfigError
 
@@ -72,6 +73,8 @@ class KVStoreSpec(OffloadingSpec):
         if self._settings.autostart and not parse_endpoint(self._endpoint).is_loopback:
             raise ConfigError(f"'kvstore.autostart' cannot start a daemon on another machine ({self._endpoint})")
         self.namespace = namespace_of(config, self._facts, self._settings.tenant)
+        self._format = format_of(config, self._facts)
+        self.replicated_layout = self._format.kind == SINGLE  # vLLM then has the first rank store alone
         self._manager: KVStoreManager | None = None
         self._worker: KVStoreWorker | None = None
 
@@ -86,6 +89,7 @@ class KVStoreSpec(OffloadingSpec):
             assert self.namespace.block_size is not None
             self._manager = KVStoreManager(
                 link,
+                slot_format=self._format,
                 workers=self.config.parallel.world_size,
                 tokens_per_block=self.namespace.block_size,
                 deadline_s=self._settings.verdict_deadline_s,
@@ -97,8 +101,8 @@ class KVStoreSpec(OffloadingSpec):
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         if self._worker is None:
-            layout = layout_of(kv_caches)
             rank = self.config.parallel.rank
+            layout = layout_of(kv_caches, self._format, rank)
             if rank == 0:
                 self._ensure_daemon()
             self._worker = KVStoreWorker(
@@ -106,8 +110,6 @@ class KVStoreSpec(OffloadingSpec):
                 client=self._connect(f"worker {rank}", None),
                 engine=self._copy_engine(layout.device),
                 rank=rank,
-                blocks_per_slot=self.blocks_per_chunk,
-                rank_bytes=rank_bytes_of(self.config),
             )
         return self._worker
 

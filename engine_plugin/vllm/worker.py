@@ -1,8 +1,5 @@
 """vLLM's OffloadingWorker: plans the copies of one rank between KV memory and the pool.
 
-Layout of a block in its slot: rank by rank; in a rank's part the engine's KV blocks one after the other; in a KV block
-the pages of the layers in order. A page is copied as the engine holds it.
-
 A load is good only if the pool is still the one that was pinned and, after the copy, every slot still has the epoch it
 was pinned with. The mapping stays valid when the daemon dies, so that a copy under way ends with right bytes.
 """
@@ -16,7 +13,6 @@ from typing import Any
 
 import numpy as np
 from vllm.v1.kv_offload.base import (
-    CanonicalKVCaches,
     GPULoadStoreSpec,
     LoadStoreSpec,
     OffloadingWorker,
@@ -25,58 +21,8 @@ from vllm.v1.kv_offload.base import (
 
 from engine_plugin.copy.contract import Copy, CopyEngine, Fragments
 from engine_plugin.vllm.guard import guarded, limited_log, nothing
+from engine_plugin.vllm.layout import RankLayout, copies_of
 from engine_plugin.vllm.messages import SlotSpec, WorkerReport
-from kvstore.errors import ConfigError
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class RankLayout:
-    """Where this rank's pages lie, in KV memory and in a slot.
-
-    Attributes:
-        base: Address of KV block 0 in each layer's tensor.
-        stride: Bytes from one KV block to the next in each.
-        page: Bytes of a page in each.
-        place: Bytes from the start of a KV block's part of the slot to each layer's page.
-        block_bytes: Bytes of one KV block of this rank, all layers.
-        blocks: Number of KV blocks that the engine has.
-        device: Where KV memory lies, as torch names it.
-    """
-
-    base: np.ndarray
-    stride: np.ndarray
-    page: np.ndarray
-    place: np.ndarray
-    block_bytes: int
-    blocks: int
-    device: str
-
-
-def layout_of(kv_caches: CanonicalKVCaches) -> RankLayout:
-    """Reads the engine's KV memory.
-
-    Raises:
-        ConfigError: it lies on several devices or on one that is neither the host nor a CUDA GPU, or it has more than
-            one group.
-    """
-    if len(kv_caches.group_data_refs) != 1:
-        raise ConfigError(f"kvstore: {len(kv_caches.group_data_refs)} KV cache groups; only one works so far")
-    chosen = [kv_caches.tensors[ref.tensor_idx] for ref in kv_caches.group_data_refs[0]]
-    devices = {str(entry.tensor.device) for entry in chosen}
-    if len(devices) != 1 or chosen[0].tensor.device.type not in ("cpu", "cuda"):
-        raise ConfigError(
-            f"kvstore: the KV cache lies on {', '.join(sorted(devices))}: host memory or one CUDA GPU works"
-        )
-    page = np.array([entry.page_size_bytes for entry in chosen], np.uint64)
-    return RankLayout(
-        base=np.array([entry.tensor.data_ptr() for entry in chosen], np.uint64),
-        stride=np.array([entry.tensor.stride(0) * entry.tensor.element_size() for entry in chosen], np.uint64),
-        page=page,
-        place=np.concatenate(([0], np.cumsum(page)[:-1])).astype(np.uint64),
-        block_bytes=int(page.sum()),
-        blocks=min(int(entry.tensor.shape[0]) for entry in chosen),
-        device=devices.pop(),
-    )
 
 
 @dataclasses.dataclass(slots=True)
@@ -97,8 +43,6 @@ class KVStoreWorker(OffloadingWorker):
     Args:
         client: This process's session with the daemon; owned and closed here.
         engine: Moves the bytes; owned and closed here.
-        blocks_per_slot: KV blocks of the engine that one slot holds.
-        rank_bytes: Bytes of this rank's part of a slot, as the scheduler computes it.
     """
 
     def __init__(
@@ -108,20 +52,11 @@ class KVStoreWorker(OffloadingWorker):
         client: Any,
         engine: CopyEngine,
         rank: int,
-        blocks_per_slot: int,
-        rank_bytes: int,
     ) -> None:
-        if layout.block_bytes * blocks_per_slot != rank_bytes:
-            raise ConfigError(
-                f"kvstore: rank {rank} holds {layout.block_bytes * blocks_per_slot} bytes of a block and the scheduler "
-                f"counts {rank_bytes}: this KV cache layout does not work so far"
-            )
         self._layout = layout
         self._client = client
         self._engine = engine
         self._rank = rank
-        self._blocks_per_slot = blocks_per_slot
-        self._rank_bytes = rank_bytes
         self._under_way: dict[int, Copy] = {}
         self._finished: deque[_Outcome] = deque()
         self._last_attached: bytes | None = None
@@ -221,10 +156,15 @@ class KVStoreWorker(OffloadingWorker):
             return "worker_detached"
         if arena.generation != spec.generation:
             return "generation"
+        if spec.format != self._layout.format:
+            return "layout"
         if not len(spec.offsets) and not len(kv_spec.block_ids):
             self._finished.append(_Outcome(job_id, spec, is_load, "", 0, 0.0))
             return ""
         fragments = self._fragments(kv_spec, spec, arena, is_load)
+        if not len(fragments):  # other ranks hold these bytes too, and it is their turn
+            self._finished.append(_Outcome(job_id, spec, is_load, "", 0, 0.0))
+            return ""
         size_bytes = fragments.size_bytes
 
         def over(seconds: float, error: BaseException | None) -> None:
@@ -248,28 +188,23 @@ class KVStoreWorker(OffloadingWorker):
         return np.array_equal(arena.epochs_of(spec.offsets), spec.epochs)
 
     def _fragments(self, kv_spec: GPULoadStoreSpec, spec: SlotSpec, arena: Any, is_load: bool) -> Fragments:
-        """Addresses in KV memory and in the pool, and sizes, of every page of a job."""
-        layout = self._layout
-        block_ids = kv_spec.block_ids.astype(np.int64)
-        # A chunk may be larger than a KV block and a load may begin inside of one.
-        place = kv_spec.block_indices[0] % self._blocks_per_slot + np.arange(len(block_ids))
-        slot, in_slot = place // self._blocks_per_slot, (place % self._blocks_per_slot).astype(np.uint64)
+        """Every fragment of a job.
+
+        Raises:
+            ValueError: blocks, slots and pool do not fit each other.
+        """
         offsets = spec.offsets.astype(np.uint64, copy=False)
-        if len(block_ids) == 0 or int(slot[-1]) + 1 != len(offsets):
-            raise ValueError(f"{len(block_ids)} KV blocks do not fill {len(offsets)} slots")
-        if int(block_ids.min()) < 0 or int(block_ids.max()) >= layout.blocks:
-            raise ValueError("a KV block lies outside of the engine's KV memory")
-        if int(offsets.max()) + self._rank_bytes * (self._rank + 1) > arena.size_bytes:
+        if len(offsets) and int(offsets.max()) + self._layout.format.slot_bytes > arena.size_bytes:
             raise ValueError("a slot lies outside of the pool")
-        real = block_ids != 0  # block 0 is vLLM's null block: nothing is written to it
-        if not is_load and (not real.all() or len(block_ids) != len(offsets) * self._blocks_per_slot):
-            raise ValueError("a store does not fill its slots")
-        rows = block_ids[real].astype(np.uint64)[:, None]
-        part = np.uint64(arena.address + self._rank * self._rank_bytes)
-        in_pool = (offsets[slot] + part + in_slot * np.uint64(layout.block_bytes))[real][:, None]
-        kv = (layout.base[None, :] + rows * layout.stride[None, :]).ravel()
-        pool = (in_pool + layout.place[None, :]).ravel()
-        size = np.tile(layout.page, len(rows))
+        kv, pool, size = copies_of(
+            self._layout,
+            kv_spec.block_ids,
+            list(kv_spec.group_sizes),
+            list(kv_spec.block_indices),
+            offsets,
+            is_load=is_load,
+        )
+        pool = pool + np.uint64(arena.address)
         return Fragments(*(np.ascontiguousarray(array, np.uint64) for array in (kv, pool, size)))
 
     def _note(self, outcome: _Outcome) -> None:

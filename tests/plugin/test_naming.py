@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,9 +8,9 @@ import pytest
 
 from engine_plugin.vllm.naming import (
     EngineFacts,
+    format_of,
     hash_seed,
     namespace_of,
-    rank_bytes_of,
     refuse_unsupported,
     weights_fingerprint,
 )
@@ -27,8 +26,11 @@ def config(rank: int = 0) -> Any:
         engine_id="engine",
         model=SimpleNamespace(name="model", dtype="bfloat16"),
         cache=SimpleNamespace(tokens_per_hash=64, blocks_per_chunk=2),
-        parallel=SimpleNamespace(rank=rank, world_size=2, tp_size=2, pp_size=1, pcp_size=1, dcp_size=1),
+        parallel=SimpleNamespace(
+            rank=rank, world_size=2, tp_size=2, pp_size=1, pcp_size=1, dcp_size=1, is_parallelism_agnostic=True
+        ),
         canonical_layout=False,
+        replicated_layout=False,
         kv_cache_layout="LBHNC",
     )
 
@@ -39,7 +41,7 @@ FACTS = EngineFacts(revision="main")
 def test_sizes_are_those_of_all_ranks_side_by_side() -> None:
     namespace = namespace_of(config(), FACTS)
     assert namespace.block_size == 128
-    assert rank_bytes_of(config()) == 8192
+    assert format_of(config(), FACTS).part_bytes == 8192
     assert namespace.block_bytes == 16384
 
 
@@ -47,14 +49,69 @@ def test_scheduler_and_every_worker_name_the_same() -> None:
     assert len({namespace_of(config(rank), FACTS).digest() for rank in range(2)}) == 1
 
 
-def _with(path: str, value: Any) -> Any:
-    changed = copy.deepcopy(config())
-    *parents, last = path.split(".")
-    target = changed
-    for name in parents:
-        target = target[int(name)] if name.isdigit() else getattr(target, name)
-    setattr(target, last, value)
+def _with(*changes: Any, **more: Any) -> Any:
+    """A configuration with some values changed: `_with(path, value, path, value, ...)`."""
+    changed = config(**more)
+    for path, value in zip(changes[::2], changes[1::2], strict=True):
+        *parents, last = path.split(".")
+        target = changed
+        for name in parents:
+            target = target[int(name)] if name.isdigit() else getattr(target, name)
+        setattr(target, last, value)
     return changed
+
+
+def _tensor_parallel(degree: int, rank: int = 0, **values: Any) -> Any:
+    """The same model at another degree: each rank holds its part of 8192 bytes of a block."""
+    changes: list[Any] = ["parallel.tp_size", degree, "parallel.world_size", degree]
+    changes += ["worker_kv_bytes_per_block", values.pop("bytes", 8192 // degree)]
+    for name, value in values.items():
+        changes += [name, value]
+    return _with(*changes, rank=rank)
+
+
+def test_canonical_blocks_are_shared_by_all_degrees() -> None:
+    facts = EngineFacts(revision="main", kv_heads=4)
+    engines = [_tensor_parallel(degree, canonical_layout=True) for degree in (1, 2, 4)]
+    # Beyond the number of heads ranks hold the same ones.
+    engines.append(_tensor_parallel(8, canonical_layout=True, bytes=2048))
+    namespaces = [namespace_of(engine, facts) for engine in engines]
+    assert {namespace.digest() for namespace in namespaces} == {namespaces[0].digest()}
+    assert {namespace.block_bytes for namespace in namespaces} == {16384}
+    assert namespaces[0].parallel == "agnostic"
+    assert namespaces[0].digest() != namespace_of(_tensor_parallel(1), facts).digest()
+
+
+def test_what_every_rank_holds_is_stored_once() -> None:
+    facts = EngineFacts(revision="main", mla=True)
+    many = _tensor_parallel(4, bytes=8192, replicated_layout=True)
+    alone = _tensor_parallel(1)
+    assert namespace_of(many, facts).block_bytes == namespace_of(alone, facts).block_bytes == 16384
+    assert namespace_of(many, facts).digest() == namespace_of(alone, facts).digest()
+    assert format_of(many, facts).part_of(3) == 0
+
+
+def test_replicas_of_data_parallelism_share_a_namespace() -> None:
+    replicas = []
+    for index in range(2):
+        replica = config()
+        replica.engine_id = f"engine_dp{index}"
+        replica.parallel.data_parallel_index, replica.parallel.data_parallel_size = index, 2
+        replicas.append(namespace_of(replica, FACTS).digest())
+    assert replicas[0] == replicas[1]
+
+
+def test_stages_of_different_sizes_have_parts_of_one_size() -> None:
+    """Seven layers on two stages: four of 1,000 bytes on the first, three on the second."""
+    facts = EngineFacts(stages=(4, 3))
+    stages = [
+        _with("parallel.pp_size", 2, "parallel.tp_size", 1, "worker_kv_bytes_per_block", size, rank=rank)
+        for rank, size in enumerate((4000, 3000))
+    ]
+    first, second = (format_of(stage, facts) for stage in stages)
+    assert first == second
+    assert (first.part_of(1), first.slot_bytes) == (8000, 16000)
+    assert namespace_of(stages[0], facts).parallel.endswith("stages=4+3")
 
 
 @pytest.mark.parametrize(
@@ -127,9 +184,7 @@ def test_weights_in_a_folder_are_told_apart(tmp_path: Path) -> None:
     ("path", "value", "says"),
     [
         ("groups", (1, 2), "2 KV cache groups"),
-        ("parallel.pp_size", 2, "use tensor parallelism alone"),
-        ("parallel.dcp_size", 2, "use tensor parallelism alone"),
-        ("canonical_layout", True, "remove it"),
+        ("parallel.dcp_size", 2, "use tensor or pipeline parallelism"),
         ("worker_kv_bytes_per_block", 0, "how large"),
     ],
 )
@@ -137,6 +192,12 @@ def test_what_does_not_work_is_refused_with_the_alternative(path: str, value: An
     refuse_unsupported(config(), FACTS)
     with pytest.raises(ConfigError, match=says):
         refuse_unsupported(_with(path, value), FACTS)
+
+
+def test_canonical_blocks_that_would_not_be_portable_are_refused() -> None:
+    refuse_unsupported(_with("canonical_layout", True), FACTS)
+    with pytest.raises(ConfigError, match="remove it"):
+        refuse_unsupported(_with("canonical_layout", True, "parallel.is_parallelism_agnostic", False), FACTS)
 
 
 def test_ranks_on_several_hosts_are_refused() -> None:

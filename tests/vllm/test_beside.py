@@ -96,7 +96,6 @@ def test_beside_nixl_connector_between_two_instances(
     assert daemon.stored_blocks() == before
     received = decode.generate(prompt(61), transfer=reply)[0]
     assert received["tokens"] == answers(prompt(61))
-    assert received["cached"] >= BLOCKS * BLOCK_TOKENS
     assert decode.metrics()["vllm:prompt_tokens_cached_by_source{source=p2p}"] >= BLOCKS * BLOCK_TOKENS
 
     # The decode side has stored what it received, and loads it from kvstore when nobody sends it.

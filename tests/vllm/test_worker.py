@@ -7,6 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from engine_plugin.vllm.layout import DIRECT, SlotFormat, layout_of
+from kvstore.errors import ConfigError
+
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 LAYERS, BLOCKS, PAGE = 3, 12, 32
@@ -16,6 +19,7 @@ BLOCK_BYTES = LAYERS * PAGE
 RANK_BYTES = BLOCKS_PER_SLOT * BLOCK_BYTES
 SLOT_BYTES = RANKS * RANK_BYTES
 SLOTS = 6
+FORMAT = SlotFormat(DIRECT, RANKS, BLOCK_BYTES, BLOCKS_PER_SLOT)
 
 
 class Arena:
@@ -47,22 +51,20 @@ class Rig:
         from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
 
         from engine_plugin.copy.cpu import CpuCopyEngine
-        from engine_plugin.vllm.worker import KVStoreWorker, layout_of
+        from engine_plugin.vllm.worker import KVStoreWorker
 
         torch.manual_seed(0)
         self.layers = [torch.randint(-128, 128, (BLOCKS, PAGE), dtype=torch.int8) for _ in range(LAYERS)]
-        caches = CanonicalKVCaches(
+        self.caches = CanonicalKVCaches(
             [CanonicalKVCacheTensor(layer, PAGE) for layer in self.layers],
             [[CanonicalKVCacheRef(index, PAGE) for index in range(LAYERS)]],
         )
         self.session = Session()
         self.worker = KVStoreWorker(
-            layout_of(caches),
+            layout_of(self.caches, FORMAT, RANK),
             client=self.session,
             engine=CpuCopyEngine(2),
             rank=RANK,
-            blocks_per_slot=BLOCKS_PER_SLOT,
-            rank_bytes=RANK_BYTES,
         )
 
     def block(self, block_id: int) -> np.ndarray:
@@ -72,7 +74,13 @@ class Rig:
         from engine_plugin.vllm.messages import SlotSpec
 
         offsets = np.array(places, np.uint64) * SLOT_BYTES
-        fields = {"generation": b"now", "offsets": offsets, "epochs": np.array(places, np.uint32), **changes}
+        fields = {
+            "format": FORMAT,
+            "generation": b"now",
+            "offsets": offsets,
+            "epochs": np.array(places, np.uint32),
+            **changes,
+        }
         return SlotSpec(**fields)
 
     def blocks(self, ids: list[int], first: int) -> Any:
@@ -153,6 +161,7 @@ def test_nothing_is_written_to_the_null_block(rig: Rig) -> None:
         ({"epochs": np.array([99], np.uint32)}, "epoch"),
         ({"generation": b"before"}, "generation"),
         ({"generation": b""}, "not_pinned"),
+        ({"format": SlotFormat(DIRECT, RANKS, 2 * BLOCK_BYTES, BLOCKS_PER_SLOT)}, "layout"),
         ({"offsets": np.array([SLOTS * SLOT_BYTES], np.uint64)}, "error"),
     ],
 )
@@ -208,10 +217,5 @@ def test_reports_of_ranks_add_up() -> None:
 
 
 def test_another_layout_than_the_schedulers_is_refused(rig: Rig) -> None:
-    from engine_plugin.vllm.worker import KVStoreWorker
-    from kvstore.errors import ConfigError
-
     with pytest.raises(ConfigError, match="this KV cache layout does not work"):
-        KVStoreWorker(
-            rig.worker._layout, client=rig.session, engine=None, rank=0, blocks_per_slot=4, rank_bytes=RANK_BYTES
-        )
+        layout_of(rig.caches, SlotFormat(DIRECT, RANKS, BLOCK_BYTES - 1, BLOCKS_PER_SLOT), RANK)
