@@ -10,7 +10,8 @@ Modules
     naming      what an engine computes with, as a `kvstore.Namespace`
     messages    what travels between scheduler and worker
     link        the one thread that talks to the daemon on the scheduler's behalf
-    coming      queries that wait for blocks from disk            (no vLLM, no I/O)
+    coming      queries whose blocks are on their way             (no vLLM, no I/O)
+    pd          disaggregated prefill: what P says, what D takes  (no vLLM, no I/O)
     stock       empty slots for the stores of the next steps      (no vLLM, no I/O)
     offers      store_threshold                               (no vLLM, no I/O)
     lookups     per request: asked, answered, pinned              (no vLLM, no I/O)

@@ -1,9 +1,13 @@
-"""Queries whose blocks are being brought up from a tier below the pool. Knows nothing of vLLM, and makes no calls.
+"""Queries whose blocks are on their way: up from a tier below the pool, or from the engine that computed them. Knows
+nothing of vLLM, and makes no calls.
 
 The daemon answers such a query with what is ready and the number of keys on their way, and moves on when it is asked
 again. So the link asks again, each time for what it does not hold yet, until nothing more is on its way, nothing has
 come up for a while, or the query's time is over; then the verdict is what it holds. A prefix that is larger than what
 the daemon brings up at a time comes in pieces, and the earlier pieces stay pinned.
+
+The same goes for blocks that another engine has promised and not published yet (`Expected`), which the daemon knows
+nothing of.
 """
 
 from __future__ import annotations
@@ -32,6 +36,28 @@ class Grant(Protocol):
     pending: int
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Expected:
+    """What another engine has promised of a query's blocks.
+
+    Attributes:
+        keys: Leading keys that are there or on their way.
+        settled: Those of them that were there when it said so. One of them that is missing will not come.
+        until: Monotonic time up to which the others are waited for.
+    """
+
+    keys: int = 0
+    settled: int = 0
+    until: float = 0.0
+
+    def still(self, ready: int, now: float) -> bool:
+        """Whether more than a leading run of this length may yet come."""
+        return self.settled <= ready < self.keys and now < self.until
+
+
+NOTHING_EXPECTED: Final = Expected()
+
+
 @dataclasses.dataclass(slots=True, eq=False)
 class Query:
     """One request's question.
@@ -43,6 +69,7 @@ class Query:
         pin: Acquire what is there; False: only count it (an engine that stores but does not load).
         silence_s: How long the daemon may be silent while blocks are on their way.
         coming: Blocks are on their way; written by the link.
+        expected: What another engine has promised of it.
         wanted: False: nobody waits for the answer any more; written by who asked.
     """
 
@@ -53,6 +80,7 @@ class Query:
     silence_s: float = 0.5
     coming: bool = False
     wanted: bool = True
+    expected: Expected = NOTHING_EXPECTED
 
 
 @dataclasses.dataclass(slots=True)
@@ -131,4 +159,8 @@ class Coming:
 
     def over(self, now: float) -> bool:
         """Whether there is nothing more to wait for."""
-        return self._failed or not self.pending or now >= min(self._until, self._grew + STALL_S)
+        if self._failed:
+            return True
+        if self.query.expected.still(self.ready, now):
+            return False
+        return not self.pending or now >= min(self._until, self._grew + STALL_S)

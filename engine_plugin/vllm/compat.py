@@ -57,6 +57,9 @@ _SIGNATURES: Final[tuple[tuple[str, str, str, tuple[str, ...]], ...]] = (
     (_CONNECTOR, "OffloadingConnector", "build_connector_worker_meta", ()),
     (_CONNECTOR, "OffloadingConnector", "build_prom_metrics", ("vllm_config",)),
     (_CONNECTOR, "OffloadingConnector", "reset_cache", ()),
+    (_CONNECTOR, "OffloadingConnector", "on_new_request", ("request",)),
+    (_CONNECTOR, "OffloadingConnector", "request_finished", ("request", "block_ids")),
+    (_CONNECTOR, "OffloadingConnector", "request_finished_all_groups", ("request", "block_ids")),
     (
         _CONNECTOR_BASE,
         "KVConnectorTransferResults",

@@ -27,6 +27,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import Offlo
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector  # noqa: E402
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, UniformTypeKVCacheSpecs  # noqa: E402
 from vllm.v1.kv_offload.base import OffloadingManager, OffloadingSpec, OffloadingWorker  # noqa: E402
+from vllm.v1.request import RequestStatus  # noqa: E402
 
 from engine_plugin.vllm.beside import enclosing_config, refuse_neighbours  # noqa: E402
 from engine_plugin.vllm.guard import guarded, nothing  # noqa: E402
@@ -65,7 +66,7 @@ class KVStoreConnector(OffloadingConnector):
         _use_own_spec(transfer.kv_connector_extra_config)
         _refuse_other_attention(kv_cache_config)
         self.hook_errors: Counter[str] = Counter()
-        with engine_facts(facts_of(vllm_config, kv_cache_config)):
+        with engine_facts(facts_of(vllm_config, kv_cache_config, nested=enclosing is not None)):
             super().__init__(vllm_config, role, kv_cache_config)
 
     @property
@@ -101,6 +102,29 @@ class KVStoreConnector(OffloadingConnector):
         return report
 
     # -- scheduler process ---------------------------------------------------------------------------------------------
+
+    def on_new_request(self, request: Request) -> None:
+        params = request.kv_transfer_params
+        if not isinstance(params, dict):
+            request.kv_transfer_params = None  # vLLM reads it without a look at its type, here and in its scheduler
+        super().on_new_request(request)
+        if not request.abort_immediately:
+            self._manager.arrived(request.request_id, params, request.num_prompt_tokens)
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        delayed, params = super().request_finished(request, block_ids)
+        return delayed, self._handover(request) or params
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        delayed, params = super().request_finished_all_groups(request, block_ids)
+        return delayed, self._handover(request) or params
+
+    def _handover(self, request: Request) -> dict[str, Any] | None:
+        if request.status not in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED):
+            return None
+        return self._manager.handover(request.request_id, request.prompt_token_ids)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         meta = super().build_connector_meta(scheduler_output)

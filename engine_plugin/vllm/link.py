@@ -316,7 +316,7 @@ class DaemonLink:
         pinned = [query for query in wanted if query.pin]
         answers = self._acquire(pinned, [query.hashes for query in pinned])
         for query, (lease, problem) in zip(pinned, answers, strict=True):
-            if lease is not None and lease.pending:
+            if lease is not None and (lease.pending or query.expected.still(len(lease.offsets), self._now())):
                 query.deadline = self._now() + query.silence_s
                 query.coming = True
                 self._coming.append(Coming(query, lease, self._now(), self._coming_s))

@@ -24,12 +24,14 @@ from typing import Final
 
 import numpy as np
 
-from engine_plugin.vllm.coming import Pins, Query
+from engine_plugin.vllm.coming import NOTHING_EXPECTED, Expected, Pins, Query
 from engine_plugin.vllm.link import DaemonLink, Reply
 
 GROUP_BYTES: Final = 4
 #: Requests that may hold an answer at a time. The engine asks for its whole queue, and each answer pins blocks.
 ANSWERS_MAX: Final = 64
+#: Those of them that may wait for what another engine has promised: the other requests must find a place meanwhile.
+PROMISED_MAX: Final = ANSWERS_MAX * 3 // 4
 #: How long an answer that nobody waits for is of use.
 ASIDE_S: Final = 10.0
 #: Copies that a load found damaged or gone; they are not promised again.
@@ -83,6 +85,7 @@ class Lookups:
         ready_generation: Gives the generation that all workers have mapped; None while they differ.
         on_present: Told which keys an answer has shown to be in the daemon, and in which generation of its pool.
         pin: False for an engine that stores but never loads: everything is a miss, but what is there is learned.
+        expect: Gives what another engine has promised of a request's keys.
     """
 
     def __init__(
@@ -94,8 +97,10 @@ class Lookups:
         ready_generation: Callable[[], bytes | None],
         on_present: Callable[[Sequence[bytes], bytes], None],
         pin: bool = True,
+        expect: Callable[[str, Sequence[bytes]], Expected] = lambda _req_id, _keys: NOTHING_EXPECTED,
     ) -> None:
         self._link = link
+        self._expect = expect
         self._deadline_s = deadline_s
         self._now = now
         self._ready_generation = ready_generation
@@ -141,7 +146,7 @@ class Lookups:
         if problem:
             self.counts["misses", problem] += 1
             return Verdict.MISS
-        if len(self._holders) >= ANSWERS_MAX:
+        if len(self._holders) >= (PROMISED_MAX if self._expect(req_id, [key]).keys else ANSWERS_MAX):
             return Verdict.RETRY
         self._requests[req_id] = _Request(keys={key: 0})
         self._gathering.append(req_id)
@@ -183,7 +188,11 @@ class Lookups:
                 continue
             deadline = self._now() + self._deadline_s
             request.query = Query(
-                [hash_of(key) for key in request.keys], deadline, self._pin, silence_s=self._deadline_s
+                [hash_of(key) for key in request.keys],
+                deadline,
+                self._pin,
+                silence_s=self._deadline_s,
+                expected=self._expect(req_id, list(request.keys)),
             )
             request.phase = _Phase.ASKED
             self._by_query[request.query] = req_id
@@ -229,6 +238,8 @@ class Lookups:
         return self._steps - since < REPORT_STEPS
 
     def _answer(self, req_id: str, request: _Request, reply: Reply) -> None:
+        if reply.query.expected.keys:
+            self.counts["pd", "complete" if reply.available >= reply.query.expected.keys else "incomplete"] += 1
         if reply.problem:
             self._refuse(req_id, request, reply.problem)
             return

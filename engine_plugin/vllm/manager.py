@@ -8,8 +8,8 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable
-from typing import Final
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, Final
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import (
@@ -27,12 +27,14 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from engine_plugin.vllm import metrics
+from engine_plugin.vllm.coming import NOTHING_EXPECTED, Expected
 from engine_plugin.vllm.guard import guarded, limited_log, nothing
 from engine_plugin.vllm.layout import SINGLE, SlotFormat
 from engine_plugin.vllm.link import DaemonLink
 from engine_plugin.vllm.lookups import Lookups, Verdict
 from engine_plugin.vllm.messages import SlotSpec, WorkerReport, no_slots
 from engine_plugin.vllm.offers import Offers
+from engine_plugin.vllm.pd import PrefillDecode
 from engine_plugin.vllm.stores import KnownKeys, Stores
 
 _RESULT_OF: Final = {
@@ -60,6 +62,7 @@ class KVStoreManager(OffloadingManager):
         workers: Number of workers (ranks) of the engine.
         tokens_per_block: Tokens of one stored block.
         deadline_s: Longest wait for the answer to a lookup.
+        pd: What is said to and heard from engines of the other side of disaggregated prefill.
         loads: The engine's role lets it load.
         stores: The engine's role lets it store.
         offers: Says which of the blocks that are not there are to be stored.
@@ -73,6 +76,7 @@ class KVStoreManager(OffloadingManager):
         workers: int,
         tokens_per_block: int,
         deadline_s: float,
+        pd: PrefillDecode,
         loads: bool = True,
         stores: bool = True,
         offers: Offers | None = None,
@@ -83,6 +87,7 @@ class KVStoreManager(OffloadingManager):
         self._tokens_per_block = tokens_per_block
         self._loads = loads
         self._stores_allowed = stores
+        self._pd = pd
         self._mapped: dict[int, bytes] = {}  # rank -> generation its worker has mapped
         self._registered: dict[int, int] = {}  # rank -> bytes of the pool registered with its GPU
         self._known = KnownKeys(time.monotonic)
@@ -93,6 +98,7 @@ class KVStoreManager(OffloadingManager):
             ready_generation=self.ready_generation,
             on_present=self._known.add,
             pin=loads,
+            expect=self._expected,
         )
         self._stores = Stores(
             link,
@@ -103,7 +109,7 @@ class KVStoreManager(OffloadingManager):
             offers=offers,
         )
         self._last_offered: dict[str, tuple[int, bytes]] = {}  # request -> end token and key of its last load or store
-        self._alive: set[str] = set()
+        self._alive: dict[str, ReqContext] = {}
         self._counts: Counter[tuple[str, str]] = Counter()
         self.hook_errors: Counter[str] = Counter()
 
@@ -144,7 +150,7 @@ class KVStoreManager(OffloadingManager):
         if plan is None:
             limited_log("load", logging.ERROR, "kvstore: a load was asked for blocks that are not pinned; it will fail")
             return no_slots(req_context.req_id)
-        self._note_offered(list(keys), req_context)
+        self._note_offered(list(keys), req_context, len(keys))
         return SlotSpec(plan.generation, plan.offsets, plan.epochs, req_id=req_context.req_id, format=self._format)
 
     @guarded(nothing)
@@ -168,8 +174,9 @@ class KVStoreManager(OffloadingManager):
         if not self._stores_allowed or not keys:
             return _nothing_to_store()
         ordered = list(keys)
+        settled = self._stores.leading(ordered, under_way=False) if self._pd.tells_of(req_context.req_id) else 0
         store = self._stores.prepare(ordered, self._parent_of(ordered[0], req_context))
-        self._note_offered(ordered, req_context)
+        self._note_offered(ordered, req_context, settled)
         if store is None:
             # Not None, which would have vLLM offer the same blocks again in every step, each time with a warning.
             return _nothing_to_store()
@@ -177,11 +184,16 @@ class KVStoreManager(OffloadingManager):
         spec = SlotSpec(slots.generation, slots.offsets, slots.epochs, ticket=store.ticket, format=self._format)
         return PrepareStoreOutput(keys_to_store=list(store.keys), store_spec=spec, evicted_keys=[])
 
-    def _note_offered(self, keys: list[OffloadKey], req_context: ReqContext) -> None:
-        """Remembers the last key that was loaded or offered, as the parent of the next."""
+    def _note_offered(self, keys: list[OffloadKey], req_context: ReqContext, settled: int) -> None:
+        """Remembers the last key that was loaded or offered, as the parent of the next. `settled` keys were there."""
+        req_id = req_context.req_id
         end = req_context.get_offload_key_position(keys[-1]) if keys else None
-        if end is not None:
-            self._last_offered[req_context.req_id] = (end, keys[-1])
+        if end is None:
+            return
+        self._last_offered[req_id] = (end, keys[-1])
+        if self._pd.tells_of(req_id):
+            stored = self._stores.leading(keys, under_way=True)
+            self._pd.note_offered(req_id, end - len(keys) * self._tokens_per_block, settled, stored, len(keys))
 
     def _parent_of(self, key: OffloadKey, req_context: ReqContext) -> bytes | None:
         """The key before this one in its request, where this manager has seen it."""
@@ -196,13 +208,33 @@ class KVStoreManager(OffloadingManager):
     def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
         self._stores.complete(keys, success)
 
+    # -- disaggregated prefill -----------------------------------------------------------------------------------------
+
+    @guarded(nothing)
+    def arrived(self, req_id: str, params: object, prompt_tokens: int) -> None:
+        """A request has come in with parameters of disaggregated prefill."""
+        self._pd.arrived(req_id, params, prompt_tokens)
+
+    @guarded(nothing)
+    def handover(self, req_id: str, token_ids: Sequence[int] | None) -> dict[str, Any] | None:
+        """What a request that ends now answers to who asked for its prefill; None where nobody did."""
+        return self._pd.handover(req_id, token_ids)
+
+    def _expected(self, req_id: str, keys: Sequence[OffloadKey]) -> Expected:
+        """What another engine has promised of the keys of a query."""
+        context = self._alive.get(req_id)
+        end = context.get_offload_key_position(keys[0]) if context is not None else None
+        if end is None:
+            return NOTHING_EXPECTED
+        return self._pd.expected(req_id, end - self._tokens_per_block, len(keys))
+
     # -- the engine's life ---------------------------------------------------------------------------------------------
 
     @guarded(lambda *_args: RequestOffloadingContext())
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         if not self._alive:
             self._link.set_busy(True)
-        self._alive.add(req_context.req_id)
+        self._alive[req_context.req_id] = req_context
         return RequestOffloadingContext()
 
     @guarded(nothing)
@@ -212,8 +244,9 @@ class KVStoreManager(OffloadingManager):
     @guarded(nothing)
     def on_request_finished(self, req_context: ReqContext) -> None:
         self._lookups.finished(req_context.req_id)
+        self._pd.finished(req_context.req_id)
         self._last_offered.pop(req_context.req_id, None)
-        self._alive.discard(req_context.req_id)
+        self._alive.pop(req_context.req_id, None)
         if not self._alive:
             self._link.set_busy(False)
 
@@ -248,10 +281,10 @@ class KVStoreManager(OffloadingManager):
 
     @guarded(nothing)
     def get_stats(self) -> OffloadingConnectorStats | None:
-        counts = self._counts + self._lookups.counts + self._stores.counts + self._link.take_counts()
+        counts = self._counts + self._lookups.counts + self._stores.counts + self._pd.counts + self._link.take_counts()
         for hook, count in self.hook_errors.items():
             counts["hook_errors", hook] += count
-        for taken in (self._counts, self._lookups.counts, self._stores.counts, self.hook_errors):
+        for taken in (self._counts, self._lookups.counts, self._stores.counts, self._pd.counts, self.hook_errors):
             taken.clear()
         return metrics.stats_of(counts, self._link.attached, sum(self._registered.values()))
 

@@ -23,6 +23,7 @@ PUBLISHED: Final = "vllm:kvstore_stored_blocks"
 SKIPPED: Final = "vllm:kvstore_store_skipped_blocks"
 LOAD_FAILURES: Final = "vllm:kvstore_load_failures"
 CALL_FAILURES: Final = "vllm:kvstore_call_failures"
+PREFILL_DECODE: Final = "vllm:kvstore_pd_requests"
 HOOK_ERRORS: Final = "vllm:kvstore_hook_errors"
 COPIED: Final = "vllm:kvstore_copied_bytes"
 REGISTERED: Final = "vllm:kvstore_registered_bytes"
@@ -38,6 +39,7 @@ _METRIC_OF: Final[Mapping[str, str]] = {
     "shortfall": SKIPPED,
     "load_failures": LOAD_FAILURES,
     "calls_failed": CALL_FAILURES,
+    "pd": PREFILL_DECODE,
     "hook_errors": HOOK_ERRORS,
     "copied": COPIED,
     "register_failures": REGISTER_FAILURES,
@@ -69,6 +71,13 @@ def definitions() -> dict[str, OffloadingMetricMetadata]:
             "Requests whose load failed and that were computed instead, by reason.", ("reason",)
         ),
         CALL_FAILURES: OffloadingCounterMetadata("Calls to the daemon without a result, by problem.", ("problem",)),
+        PREFILL_DECODE: OffloadingCounterMetadata(
+            "Requests of disaggregated prefill, by outcome. handed_over: prefilled here for another engine. complete, "
+            "incomplete: of a decode request all promised blocks were there, or not in time. foreign_namespace: "
+            "prefilled by an engine that computes otherwise. bad_params, too_many_tokens, wrong_role: its "
+            "kv_transfer_params cannot be right and were ignored.",
+            ("outcome",),
+        ),
         HOOK_ERRORS: OffloadingCounterMetadata(
             "Exceptions swallowed in a hook, by hook. Any is a defect: please report it with the log.", ("hook",)
         ),

@@ -49,6 +49,7 @@ class EngineFacts:
         kv_heads: KV heads of the model, over all ranks.
         stages: Layers of each pipeline stage.
         windowed: Indices of the KV-cache groups that need the end of a prefix only (sliding windows, recurrent states).
+        nested: The connector is one of several in a MultiConnector.
     """
 
     hash_algo: str = "sha256"
@@ -63,10 +64,15 @@ class EngineFacts:
     kv_heads: int = 1
     stages: tuple[int, ...] = (1,)
     windowed: frozenset[int] = frozenset()
+    nested: bool = False
 
 
-def facts_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> EngineFacts:
-    """Reads vLLM's configuration. Looks at the model's files, so once per process."""
+def facts_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, nested: bool = False) -> EngineFacts:
+    """Reads vLLM's configuration. Looks at the model's files, so once per process.
+
+    Args:
+        nested: The connector is one of several in a MultiConnector, of which its own configuration shows nothing.
+    """
     from vllm.distributed.utils import get_pp_indices
 
     transfer = vllm_config.kv_transfer_config
@@ -94,6 +100,7 @@ def facts_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> EngineF
             for index, group in enumerate(kv_cache_config.kv_cache_groups)
             if not _is_full_attention(group.kv_cache_spec)
         ),
+        nested=nested,
     )
 
 

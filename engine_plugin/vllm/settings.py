@@ -58,6 +58,7 @@ class PluginSettings:
         verdict_deadline_s: Longest time a request waits for the answer to its lookup; then it is a miss.
         pending_deadline_s: Longest time a request waits for its blocks to be brought up from disk; what has not come up
             by then is computed.
+        pd_wait_s: Longest time a request that was prefilled elsewhere waits for blocks on their way from there.
         timeout_s: Deadline of one call to the daemon, made in the background.
         stock_blocks: Most empty slots held in reserve for the next stores; 0: as many as two steps can fill.
         copy_threads: Threads that copy between KV memory on the host and the pool; 0: a quarter of the cores, max. 4.
@@ -73,6 +74,7 @@ class PluginSettings:
     tenant: str = ""
     verdict_deadline_s: float = 0.5
     pending_deadline_s: float = 5.0
+    pd_wait_s: float = 2.0
     timeout_s: float = 2.0
     stock_blocks: int = 0
     copy_threads: int = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import time
 from collections.abc import Iterator
 from typing import Any, Final
 
@@ -25,6 +26,7 @@ from engine_plugin.vllm.link import DaemonLink
 from engine_plugin.vllm.manager import KVStoreManager
 from engine_plugin.vllm.naming import EngineFacts, format_of, namespace_of, refuse_unsupported
 from engine_plugin.vllm.offers import Offers
+from engine_plugin.vllm.pd import PrefillDecode, Side
 from engine_plugin.vllm.settings import parse_settings
 from engine_plugin.vllm.worker import KVStoreWorker
 from kvstore.endpoint import default_endpoint, parse_endpoint
@@ -93,6 +95,7 @@ class KVStoreSpec(OffloadingSpec):
                 workers=self.config.parallel.world_size,
                 tokens_per_block=self.namespace.block_size,
                 deadline_s=self._settings.verdict_deadline_s,
+                pd=PrefillDecode(self._side(), now=time.monotonic, nested=self._facts.nested),
                 loads=self._facts.loads,
                 stores=self._facts.stores,
                 offers=Offers(self._settings.store_threshold, self._settings.max_tracker_size),
@@ -122,6 +125,17 @@ class KVStoreSpec(OffloadingSpec):
         from engine_plugin.copy.cuda import CudaCopyEngine
 
         return CudaCopyEngine(device, self._settings.copy_engine)
+
+    def _side(self) -> Side:
+        assert self.namespace.block_size is not None
+        return Side(
+            digest=self.namespace.digest().hex(),
+            model=self.namespace.model,
+            block_tokens=self.namespace.block_size,
+            wait_s=self._settings.pd_wait_s,
+            loads=self._facts.loads,
+            stores=self._facts.stores,
+        )
 
     def _ensure_daemon(self) -> None:
         if self._settings.autostart:

@@ -155,6 +155,13 @@ class Stores:
             self._by_key[key] = store
         return store
 
+    def leading(self, keys: Sequence[bytes], *, under_way: bool) -> int:
+        """Length of the leading run of keys that are in the daemon, as far as is known, or on their way there too."""
+        for place, key in enumerate(keys):
+            if key not in self._known and not (under_way and key in self._by_key):
+                return place
+        return len(keys)
+
     def _skip(self, reason: str, count: int) -> None:
         self.counts["skipped", reason] += count
 

@@ -12,6 +12,7 @@ import random
 
 import numpy as np
 
+from engine_plugin.vllm.coming import NOTHING_EXPECTED, Expected
 from engine_plugin.vllm.link import DaemonLink
 from engine_plugin.vllm.lookups import LoadPlan, Lookups, Verdict, hash_of
 from engine_plugin.vllm.offers import Offers
@@ -67,6 +68,7 @@ class Engine:
         self.client = FakeClient(daemon)
         self.mapped = [self.client.arena] * WORKERS
         self.link = DaemonLink(self.client, stock_max=24, now=lambda: self.time, threaded=False)
+        self.expected: dict[str, Expected] = {}  # by request
         known = KnownKeys(lambda: self.time)
         self.lookups = Lookups(
             self.link,
@@ -75,6 +77,7 @@ class Engine:
             ready_generation=self.ready_generation,
             on_present=known.add,
             pin=pin,
+            expect=lambda req_id, _keys: self.expected.get(req_id, NOTHING_EXPECTED),
         )
         self.stores = Stores(
             self.link,
