@@ -30,7 +30,7 @@ from kvstore.errors import Damage, InvalidRequest, NoMapping, RetryLater, StaleG
 from kvstore.found import Found
 from kvstore.insert import Inserter, Ticket
 from kvstore.wire.convert import epochs_array, offsets_array, pack_offsets
-from kvstore.wire.v1 import admin_pb2, admin_pb2_grpc, engine_pb2
+from kvstore.wire.v1 import admin_pb2, engine_pb2
 
 #: Why a reservation is smaller than asked, as words.
 _SHORTFALL_WORDS: Final = {
@@ -164,9 +164,6 @@ class Client:
             patient=wait,
             prefault=prefault,
         )
-        self._stub = self._connection.stub
-        # Made here and not where it is used: gRPC crashes the process where a stub is made for a closed channel.
-        self._admin_stub = admin_pb2_grpc.AdminStub(self._connection.channel)
         self._inserter = Inserter(self)
 
     # -- the session -----------------------------------------------------------------------------------------------
@@ -262,7 +259,7 @@ class Client:
             return 0
         reply, _ = self._connection.ask(
             lambda at: (
-                self._stub.Lookup,
+                "Lookup",
                 engine_pb2.LookupRequest(session=at.session, namespace=_digest(at), group=kv_group, keys=keys),
             )
         )
@@ -325,7 +322,7 @@ class Client:
         _check_timeout(timeout_s)
         reply, _ = self._connection.ask(
             lambda at: (
-                self._stub.Watch,
+                "Watch",
                 engine_pb2.WatchRequest(
                     session=at.session,
                     namespace=_digest(at),
@@ -344,7 +341,7 @@ class Client:
             return 0
         reply, _ = self._connection.ask(
             lambda at: (
-                self._stub.Delete,
+                "Delete",
                 engine_pb2.DeleteRequest(session=at.session, namespace=_digest(at), group=kv_group, keys=keys),
             )
         )
@@ -352,14 +349,12 @@ class Client:
 
     def flush(self) -> int:
         """Removes every block of this client's namespace from every tier. Returns how many were there."""
-        reply, _ = self._connection.ask(
-            lambda at: (self._admin_stub.Flush, admin_pb2.FlushRequest(namespace=_digest(at)))
-        )
+        reply, _ = self._connection.ask(lambda at: ("Flush", admin_pb2.FlushRequest(namespace=_digest(at))))
         return int(reply.removed)
 
     def stats(self) -> dict[str, Any]:
         """The daemon's figures; docs/stats.md says what each one means."""
-        reply, _ = self._connection.ask(lambda at: (self._admin_stub.Stats, admin_pb2.StatsRequest()))
+        reply, _ = self._connection.ask(lambda at: ("Stats", admin_pb2.StatsRequest()))
         tree: dict[str, Any] = json.loads(reply.json)
         return tree
 
@@ -387,10 +382,10 @@ class Client:
         """
         request_id = 0
 
-        def build(at: Attached) -> tuple[Any, engine_pb2.ReserveRequest]:
+        def build(at: Attached) -> tuple[str, engine_pb2.ReserveRequest]:
             nonlocal request_id
             request_id = self._connection.next_request_id()
-            return self._stub.Reserve, engine_pb2.ReserveRequest(
+            return "Reserve", engine_pb2.ReserveRequest(
                 session=at.session,
                 namespace=_digest(at, namespace),
                 group=kv_group,
@@ -451,7 +446,7 @@ class Client:
             parent=parent or b"",
             epochs=_packed_epochs(epochs),
         )
-        reply = self._connection.call(self._stub.Commit, request, attached)
+        reply = self._connection.call("Commit", request, attached)
         return np.frombuffer(reply.outcomes, dtype=np.uint8)
 
     def abort(self, generation: bytes, offsets: Iterable[int] | Offsets, epochs: Epochs | None = None) -> int:
@@ -463,7 +458,7 @@ class Client:
         request = engine_pb2.AbortRequest(
             session=attached.session, offsets=_packed(offsets), epochs=_packed_epochs(epochs)
         )
-        return int(self._connection.call(self._stub.Abort, request, attached).returned)
+        return int(self._connection.call("Abort", request, attached).returned)
 
     def acquire(self, queries: Sequence[tuple[int, Sequence[bytes]]]) -> list[Lease]:
         """Hit and pin in one step, for several runs of keys in one call.
@@ -478,7 +473,7 @@ class Client:
             return []
         reply, _ = self._connection.ask(
             lambda at: (
-                self._stub.Acquire,
+                "Acquire",
                 engine_pb2.AcquireRequest(
                     session=at.session,
                     namespace=_digest(at),
@@ -503,7 +498,7 @@ class Client:
         if not ids:
             return 0
         request = engine_pb2.ReleaseRequest(session=attached.session, leases=ids, remove=remove)
-        return int(self._connection.call(self._stub.Release, request, attached).released)
+        return int(self._connection.call("Release", request, attached).released)
 
     # -- helpers ---------------------------------------------------------------------------------------------------
 
@@ -517,7 +512,7 @@ class Client:
         _check_timeout(timeout_s)
         reply, attached = self._connection.ask(
             lambda at: (
-                self._stub.Select,
+                "Select",
                 engine_pb2.SelectRequest(
                     session=at.session,
                     namespace=_digest(at),
@@ -532,7 +527,7 @@ class Client:
         lease = _lease(reply.generation, reply.grant)
         if attached.arena is None:
             self._connection.call(
-                self._stub.Release,
+                "Release",
                 engine_pb2.ReleaseRequest(session=attached.session, leases=[lease.id]),
                 attached,
             )
@@ -556,7 +551,10 @@ class Client:
 
         def release(*, remove: bool = False, hold: bool = False) -> None:
             request = engine_pb2.ReleaseRequest(session=session, leases=[lease_id], remove=remove, hold=hold)
-            self._connection.call(self._stub.Release, request, attached)
+            if remove:
+                self._connection.call("Release", request, attached)
+            else:  # nothing hangs on the answer
+                self._connection.post("Release", request, attached)
 
         def later() -> None:
             # Called by whichever thread dropped the last view, perhaps inside the garbage collector: no call from here.

@@ -16,6 +16,7 @@ import grpc
 
 from kvstore.arena import ArenaView
 from kvstore.blocks import Namespace
+from kvstore.calls import Calls, FramedCalls, GrpcCalls
 from kvstore.endpoint import Endpoint
 from kvstore.errors import (
     CallerMistake,
@@ -29,7 +30,7 @@ from kvstore.errors import (
 from kvstore.handoff import SUFFIX as HANDOFF_SUFFIX
 from kvstore.handoff import receive
 from kvstore.wire.channel import open_channel
-from kvstore.wire.convert import client_errors, error_of
+from kvstore.wire.convert import error_of
 from kvstore.wire.v1 import engine_pb2, engine_pb2_grpc
 
 Reply = TypeVar("Reply")
@@ -48,6 +49,7 @@ class Attached:
     Attributes:
         arena: The mapping; None where this client cannot have it.
         digest: Digest of the namespace that was opened; empty where none was.
+        calls: How calls within this session are made.
     """
 
     session: bytes
@@ -57,6 +59,7 @@ class Attached:
     digest: bytes
     block_size: int
     keys_max: int
+    calls: Calls
 
 
 class Connection:
@@ -87,8 +90,9 @@ class Connection:
         self._request = request
         self._namespace = namespace
         self._prefault_wanted = prefault
-        self.channel = open_channel(endpoint, token)
-        self.stub: Any = engine_pb2_grpc.EngineStub(self.channel)
+        self._channel = open_channel(endpoint, token)
+        self._stub: Any = engine_pb2_grpc.EngineStub(self._channel)
+        self._grpc_calls = GrpcCalls(self._channel, endpoint)
         self._changed = threading.Condition()  # guards the fields below
         self._attached: Attached | None = None
         self._last_error: KVStoreError | None = None
@@ -150,8 +154,8 @@ class Connection:
         """Whether the daemon is there and says no: waiting does not help."""
         return self._last_error is not None and not isinstance(self._last_error, DaemonUnavailable)
 
-    def call(self, method: Any, request: Any, attached: Attached, timeout_s: float | None = None) -> Any:
-        """One call within a session. Not repeated: what it names belongs to that session.
+    def call(self, method: str, request: Any, attached: Attached, timeout_s: float | None = None) -> Any:
+        """One call within a session, by the name of its method. Not repeated: what it names belongs to that session.
 
         A request with a request_id whose answer does not come is forgotten on the daemon's side, as soon as it can be
         told: what it took goes back.
@@ -162,20 +166,28 @@ class Connection:
         """
         self.check_usable()
         try:
-            with client_errors(self.endpoint):
-                return method(request, timeout=self.timeout_s if timeout_s is None else timeout_s)
+            return attached.calls.call(method, request, self.timeout_s if timeout_s is None else timeout_s)
         except ValueError:  # of gRPC: closed by another thread between the check and the call
             self.check_usable()
             raise
         except UnknownSession as error:
             self._lose(attached)
             raise StaleGeneration("the daemon was restarted, or ended this session: attaching again") from error
-        except KVStoreError as error:
-            if isinstance(error, CallerMistake):
-                raise  # refused: it took nothing
+        except CallerMistake:
+            raise  # refused: it took nothing
+        except BaseException:  # also an interrupt from the keyboard, after which nobody reads the answer
             if request_id := getattr(request, "request_id", 0):
                 self.forget(request_id, attached)
             raise
+
+    def post(self, method: str, request: Any, attached: Attached) -> None:
+        """One call within a session whose answer nobody needs; what this client asks later comes after it.
+
+        Raises:
+            RetryLater: the daemon or the session has gone.
+        """
+        self.check_usable()
+        attached.calls.post(method, request, self.timeout_s)
 
     def next_request_id(self) -> int:
         """A number for a call that takes something, see proto/kvstore/v1/engine.proto."""
@@ -189,18 +201,18 @@ class Connection:
         """The thread that tells the daemon, for as long as the session lives."""
         message = engine_pb2.ReleaseRequest(session=attached.session, forget=[request_id])
         while (now := self._attached) is not None and now.session == attached.session:
-            with contextlib.suppress(grpc.RpcError):
-                self.stub.Release(message, timeout=self.timeout_s)
+            with contextlib.suppress(KVStoreError):
+                attached.calls.call("Release", message, self.timeout_s)
                 return
             self._stop.wait(_FORGET_PAUSE_S)
 
     def ask(
-        self, build: Callable[[Attached], tuple[Any, Any]], timeout_s: float | None = None, wait_s: float = 0.0
+        self, build: Callable[[Attached], tuple[str, Any]], timeout_s: float | None = None, wait_s: float = 0.0
     ) -> tuple[Any, Attached]:
         """One call that may be repeated: a patient client asks the next life of the daemon where this one goes away.
 
         Args:
-            build: Makes method and request for a session.
+            build: Gives the name of the method, and the request for a session.
             wait_s: How long the daemon may wait before it answers, on top of the deadline.
         """
         timeout_s = self.timeout_s if timeout_s is None else timeout_s
@@ -227,20 +239,19 @@ class Connection:
         """
         while True:
             attached = self.current()
-            settled, digest = self._open(attached.session, namespace, attached.block_size)
+            settled, digest = self._open(attached.calls, attached.session, namespace, attached.block_size)
             with self._changed:
                 if self._attached is attached:
                     self._namespace = namespace
                     self._attached = dataclasses.replace(attached, namespace=settled, digest=digest)
                     return self._attached
 
-    def _open(self, session: bytes, namespace: Namespace, block_size: int) -> tuple[Namespace, bytes]:
+    def _open(self, calls: Calls, session: bytes, namespace: Namespace, block_size: int) -> tuple[Namespace, bytes]:
         settled = namespace.settled(block_size)
         request = engine_pb2.OpenNamespaceRequest(
             session=session, text=settled.identity(), group_bytes=settled.group_bytes
         )
-        with client_errors(self.endpoint):
-            return settled, self.stub.OpenNamespace(request, timeout=self.timeout_s).digest
+        return settled, calls.call("OpenNamespace", request, self.timeout_s).digest
 
     def _keep_attached(self) -> None:
         """The thread: one round for each life of the daemon."""
@@ -264,7 +275,7 @@ class Connection:
 
     def _attach_and_listen(self) -> bool:
         """Attaches and reads events until the stream ends. Returns whether it had got as far as a session."""
-        stream = self.stub.Attach(self._request)
+        stream = self._stub.Attach(self._request)
         with self._changed:
             if self._closed:
                 stream.cancel()
@@ -305,6 +316,7 @@ class Connection:
 
     def _settle(self, welcome: engine_pb2.Welcome) -> Attached:
         """Maps the pool and opens the namespace."""
+        calls: Calls
         arena = handoff = None
         # A client in a container sees the socket's folder under another name than the daemon: go by its own.
         path = self.endpoint.path + HANDOFF_SUFFIX if self.endpoint.is_unix else welcome.handoff_path
@@ -322,10 +334,11 @@ class Connection:
             # The connection is the session's life. It ends with the last view of the mapping, not with this object, so
             # that no slot is given to others under a reader.
             arena.on_unmapped(handoff.connection.close)
+        calls = self._grpc_calls if handoff is None else FramedCalls(handoff.connection, self.endpoint)
         namespace, digest = self._namespace, b""
         if namespace is not None:
             try:
-                namespace, digest = self._open(welcome.session, namespace, welcome.block_size)
+                namespace, digest = self._open(calls, welcome.session, namespace, welcome.block_size)
             except BaseException:
                 # Nobody has seen the mapping. The error's traceback may keep it for long, and the session with it.
                 if handoff is not None:
@@ -339,6 +352,7 @@ class Connection:
             digest=digest,
             block_size=welcome.block_size,
             keys_max=welcome.keys_max,
+            calls=calls,
         )
 
     def _prefault(self, arena_ref: weakref.ref[ArenaView]) -> None:
@@ -385,7 +399,7 @@ class Connection:
         if stream is not None:
             stream.cancel()
         self._thread.join(self.timeout_s)
-        self.channel.close()
+        self._channel.close()
 
 
 def _bare(error: KVStoreError) -> KVStoreError:

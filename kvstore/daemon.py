@@ -24,14 +24,15 @@ from kvstore.clock import Clock, SystemClock
 from kvstore.config import Settings
 from kvstore.endpoint import Endpoint, EndpointKind
 from kvstore.errors import AlreadyRunning, ConfigError, KVStoreError
+from kvstore.framed import FramedConnection
 from kvstore.handoff import SUFFIX as HANDOFF_SUFFIX
-from kvstore.handoff import HandoffServer
+from kvstore.handoff_server import HandoffServer
 from kvstore.hierarchy import Hierarchy
 from kvstore.lockfile import SocketLock
 from kvstore.log import get_logger
 from kvstore.metrics import MetricsServer
 from kvstore.population import Populator
-from kvstore.service import AdminService, EngineService, Gate
+from kvstore.service import AdminService, EngineService, Gate, local_methods
 from kvstore.stats import Stats, hierarchy_stats
 from kvstore.tier import Tier
 from kvstore.transfers import WritePolicy
@@ -106,6 +107,7 @@ class _Daemon:
             self._arena.size_bytes,
             self._engine.mapping_opened,
             self._engine.mapping_closed,
+            self._framed_connection,
         )
 
     async def run(self) -> int:
@@ -171,6 +173,10 @@ class _Daemon:
                 await tier.close()
         log.info("stopped")
         return 0
+
+    def _framed_connection(self) -> FramedConnection:
+        limit = self._settings.limits.message_bytes_max
+        return FramedConnection(local_methods(self._engine, self._admin), limit, self._gate.count_error)
 
     def _listen(self, server: Any, endpoint: Endpoint) -> Endpoint:
         """Opens one listener; with the port that was chosen where 0 was asked."""

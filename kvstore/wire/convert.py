@@ -60,13 +60,19 @@ def status_of(error: KVStoreError) -> grpc.StatusCode:
     return grpc.StatusCode.INTERNAL
 
 
+def error_named(name: str, text: str) -> KVStoreError | None:
+    """The error of a class that may cross the wire; None where there is no such class."""
+    class_ = _CLASS_OF_NAME.get(name)
+    return class_(text) if class_ is not None else None
+
+
 def error_of(failure: grpc.RpcError, endpoint: str) -> KVStoreError:
     """The error that a failed call tells. `endpoint` is named where nobody answers there."""
     code, details = failure.code(), failure.details() or ""
     metadata: Iterable[tuple[str, Any]] = failure.trailing_metadata() or ()  # type: ignore[assignment]
     for key, value in metadata:
-        if key == ERROR_KEY and value in _CLASS_OF_NAME:
-            return _CLASS_OF_NAME[value](details)
+        if key == ERROR_KEY and (named := error_named(str(value), details)) is not None:
+            return named
     class_ = _CLASS_OF_STATUS.get(code, KVStoreError)
     if class_ is errors.DaemonUnavailable:
         return class_(f"no daemon answers at {endpoint}: start one with `kvstore serve --cpu-bytes 1GB`")

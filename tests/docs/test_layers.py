@@ -33,7 +33,9 @@ LAYERS: dict[str, set[str]] = {
     "kvstore.backing": {"kvstore.blocks", "kvstore.errors"},
     "kvstore.arena": {"kvstore.backing", "kvstore.blocks", "kvstore.errors"},
     "kvstore.population": {"kvstore.backing"},
-    "kvstore.handoff": {"kvstore.blocks", "kvstore.errors"},
+    "kvstore.handoff": {"kvstore.errors"},
+    "kvstore.framed": {"kvstore.errors", "kvstore.log", "kvstore.wire"},
+    "kvstore.handoff_server": {"kvstore.blocks", "kvstore.framed", "kvstore.handoff"},
     "kvstore.directory": {
         "kvstore.arena",
         "kvstore.policy",
@@ -75,9 +77,11 @@ LAYERS: dict[str, set[str]] = {
     "kvstore.prefetch": {"kvstore.blocks", "kvstore.directory", "kvstore.hierarchy", "kvstore.tier"},
     "kvstore.stats": {"kvstore.arena", "kvstore.hierarchy", "kvstore.pool"},
     "kvstore.wire": {"kvstore.blocks", "kvstore.endpoint", "kvstore.errors", "kvstore.wire"},
+    "kvstore.calls": {"kvstore.errors", "kvstore.wire"},
     "kvstore.connection": {
         "kvstore.arena",
         "kvstore.blocks",
+        "kvstore.calls",
         "kvstore.endpoint",
         "kvstore.errors",
         "kvstore.handoff",
@@ -150,7 +154,7 @@ ROOT_MAY_NOT = {
 #: Packages of others -> the only modules of ours that may import them.
 OTHERS: dict[str, set[str]] = {
     "grpc": {
-        "kvstore.client",
+        "kvstore.calls",
         "kvstore.connection",
         "kvstore.daemon",
         "kvstore.service",

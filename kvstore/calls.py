@@ -1,0 +1,217 @@
+"""How a client's calls reach its daemon: over gRPC, or as frames on the connection that it holds for the mapping."""
+
+from __future__ import annotations
+
+import select
+import socket
+import threading
+import time
+from typing import Any, Final, Protocol
+
+import grpc
+
+from kvstore.errors import DaemonUnavailable, DeadlineExceeded
+from kvstore.wire.convert import client_errors
+from kvstore.wire.frames import FAILED, METHODS, NO_ANSWER, Frame, Splitter, error_in, packed
+from kvstore.wire.v1 import admin_pb2_grpc, engine_pb2_grpc
+
+_RECEIVE_BYTES: Final = 1 << 18
+
+
+class Calls(Protocol):
+    """One way to make calls. Safe from any thread."""
+
+    def call(self, method: str, request: Any, timeout_s: float) -> Any:
+        """Makes a call by the name of its method and returns the reply.
+
+        Raises:
+            KVStoreError: what the daemon answered; DaemonUnavailable or DeadlineExceeded where it did not.
+        """
+
+    def post(self, method: str, request: Any, timeout_s: float) -> None:
+        """Makes a call whose answer nobody needs. It takes effect before any later call through the same object.
+
+        Raises:
+            DaemonUnavailable: the daemon has gone; or, where this way has to wait for the answer, what call() raises.
+        """
+
+
+class GrpcCalls:
+    """Calls over gRPC.
+
+    Args:
+        channel: The caller's to close, after the last call.
+    """
+
+    def __init__(self, channel: grpc.Channel, endpoint: object) -> None:
+        # Made here and not where they are used: gRPC crashes the process where a stub is made for a closed channel.
+        engine, admin = engine_pb2_grpc.EngineStub(channel), admin_pb2_grpc.AdminStub(channel)
+        self._methods = {name: getattr(engine, name, None) or getattr(admin, name) for name in METHODS}
+        self._endpoint = endpoint
+
+    def call(self, method: str, request: Any, timeout_s: float) -> Any:
+        """See Calls."""
+        with client_errors(self._endpoint):
+            return self._methods[method](request, timeout=timeout_s)
+
+    def post(self, method: str, request: Any, timeout_s: float) -> None:
+        """See Calls. Waits for the answer: nothing else orders two gRPC calls."""
+        self.call(method, request, timeout_s)
+
+
+class _Waiting:
+    """A call whose answer has not come."""
+
+    __slots__ = ("answer",)
+
+    def __init__(self) -> None:
+        self.answer: Frame | None = None
+
+
+class FramedCalls:
+    """Calls as frames on a Unix connection, which stays the caller's.
+
+    No thread of its own: of those that wait for answers one reads, and hands the others theirs.
+    """
+
+    def __init__(self, connection: socket.socket, endpoint: object) -> None:
+        connection.setblocking(False)
+        self._connection = connection
+        self._endpoint = endpoint
+        self._sending = threading.Lock()
+        #: What a caller whose time was up could not send of its frame. It goes before anything else: half a frame would
+        #: make noise of all that follows, and a new connection would end the session.
+        self._unsent = b""
+        self._changed = threading.Condition(threading.Lock())  # guards the four below
+        self._numbers = 0
+        self._waiting: dict[int, _Waiting] = {}
+        self._reading = False
+        self._gone: str | None = None
+        # Of the thread that reads:
+        self._splitter = Splitter()
+        self._readable = select.poll()
+        self._readable.register(connection, select.POLLIN)
+
+    def call(self, method: str, request: Any, timeout_s: float) -> Any:
+        """See Calls."""
+        deadline = time.monotonic() + timeout_s
+        entry = METHODS[method]
+        payload = request.SerializeToString()
+        waiting = _Waiting()
+        with self._changed:
+            self._numbers += 1
+            number = self._numbers
+            self._waiting[number] = waiting
+        try:
+            self._send(packed(entry.number, number, payload), deadline)
+            self._receive(waiting, deadline)
+        finally:
+            with self._changed:
+                self._waiting.pop(number, None)
+        assert waiting.answer is not None
+        if waiting.answer.kind == FAILED:
+            # Not in a variable: with its traceback it would keep this frame and itself, and the session for as long.
+            raise error_in(waiting.answer.payload or b"")
+        return entry.reply.FromString(waiting.answer.payload)
+
+    def post(self, method: str, request: Any, timeout_s: float) -> None:
+        """See Calls. Returns once the frame is sent, or is the next to be sent where the daemon does not read."""
+        frame = packed(METHODS[method].number, NO_ANSWER, request.SerializeToString())
+        try:
+            self._send(frame, time.monotonic() + timeout_s)
+        except DeadlineExceeded:
+            pass  # it is kept, and goes before the next call
+
+    def _send(self, frame: bytes, deadline: float) -> None:
+        """Sends a frame, or keeps what is left of it for the next caller.
+
+        Raises:
+            DeadlineExceeded: not all of it was sent.
+            DaemonUnavailable: the connection has ended.
+        """
+        with self._sending:
+            left = memoryview(self._unsent + frame if self._unsent else frame)
+            self._unsent = b""
+            try:
+                while left:
+                    try:
+                        left = left[self._connection.send(left) :]
+                    except BlockingIOError:
+                        if not self._writable(deadline):
+                            raise self._late() from None
+            except OSError as error:
+                left = memoryview(b"")
+                self._end(str(error))
+                raise self._unavailable() from None
+            finally:
+                self._unsent = bytes(left)
+
+    def _writable(self, deadline: float) -> bool:
+        poll = select.poll()
+        poll.register(self._connection, select.POLLOUT)
+        return bool(poll.poll(_ms_until(deadline)))
+
+    def _receive(self, waiting: _Waiting, deadline: float) -> None:
+        """Returns once this call has its answer, or an error in its place.
+
+        Raises:
+            DeadlineExceeded: neither came in time.
+        """
+        while True:
+            with self._changed:
+                while self._reading and waiting.answer is None:
+                    if not self._changed.wait(deadline - time.monotonic()):
+                        raise self._late()
+                if waiting.answer is not None:
+                    return
+                if self._gone is not None:
+                    raise self._unavailable()
+                self._reading = True
+            try:
+                self._read(waiting, deadline)
+            finally:
+                with self._changed:
+                    self._reading = False
+                    self._changed.notify_all()
+
+    def _read(self, waiting: _Waiting, deadline: float) -> None:
+        """Reads as the one thread that does, until this call has its answer or the connection has ended."""
+        while waiting.answer is None and self._gone is None:
+            if not self._readable.poll(_ms_until(deadline)):
+                raise self._late()
+            try:
+                data = self._connection.recv(_RECEIVE_BYTES)
+            except BlockingIOError:
+                continue
+            except OSError as error:
+                self._end(str(error))
+                return
+            if not data:
+                self._end("it closed the connection")
+                return
+            with self._changed:
+                others = False
+                for frame in self._splitter.feed(data):
+                    found = self._waiting.get(frame.number)  # None: that caller's time was up
+                    if found is None:
+                        continue
+                    found.answer = frame
+                    others |= found is not waiting
+                if others:
+                    self._changed.notify_all()
+
+    def _end(self, why: str) -> None:
+        with self._changed:
+            self._gone = why
+            self._changed.notify_all()
+
+    def _late(self) -> DeadlineExceeded:
+        return DeadlineExceeded(f"the daemon at {self._endpoint} did not answer in time")
+
+    def _unavailable(self) -> DaemonUnavailable:
+        return DaemonUnavailable(f"the daemon at {self._endpoint} has gone: {self._gone}")
+
+
+def _ms_until(deadline: float) -> int:
+    """Milliseconds, rounded up, so that a poll does not end before its time and spin."""
+    return max(0, int((deadline - time.monotonic()) * 1000) + 1)
