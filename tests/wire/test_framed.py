@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import _thread
 import os
 import signal
 import socket
@@ -162,7 +161,7 @@ def test_an_interrupt_gives_back_what_the_call_took(served: Daemon) -> None:
 
         def interrupt() -> None:
             eventually(lambda: client.stats()["waiters"] == 1)
-            _thread.interrupt_main(signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
 
         interrupting = threading.Thread(target=interrupt)
         interrupting.start()
