@@ -484,11 +484,20 @@ class Client:
         )
         return [_lease(reply.generation, grant) for grant in reply.grants]
 
+    def claim(self, keys: Sequence[bytes], *, kv_group: int = 0) -> Lease:
+        """As acquire for one run, and exclusive, as drop_select: each block is in the claim of one caller at most. What
+        another has claimed ends the run.
+
+        End it with release: with `remove` the blocks leave every tier, without it the next caller gets them; so it does
+        where this session ends.
+        """
+        return self._claim(keys, 0.0, kv_group, drop=True)[0]
+
     def release(self, leases: Iterable[Lease], *, remove: bool = False) -> int:
         """Gives leases back, in one call; those of an earlier life of the daemon ended with it. Returns how many.
 
         Args:
-            remove: Only for leases of drop_select: the blocks leave every tier.
+            remove: Only for leases of claim: the blocks leave every tier.
         """
         attached = self._connection.attached
         if attached is None:
@@ -508,8 +517,7 @@ class Client:
             raise StaleGeneration("these slots belong to an earlier life of the daemon")
         return attached
 
-    def _select(self, keys: Sequence[bytes], timeout_s: float, kv_group: int, *, drop: bool) -> tuple[Found, Attached]:
-        _check_timeout(timeout_s)
+    def _claim(self, keys: Sequence[bytes], timeout_s: float, kv_group: int, *, drop: bool) -> tuple[Lease, Attached]:
         reply, attached = self._connection.ask(
             lambda at: (
                 "Select",
@@ -524,7 +532,11 @@ class Client:
             ),
             wait_s=timeout_s,
         )
-        lease = _lease(reply.generation, reply.grant)
+        return _lease(reply.generation, reply.grant), attached
+
+    def _select(self, keys: Sequence[bytes], timeout_s: float, kv_group: int, *, drop: bool) -> tuple[Found, Attached]:
+        _check_timeout(timeout_s)
+        lease, attached = self._claim(keys, timeout_s, kv_group, drop=drop)
         if attached.arena is None:
             self._connection.call(
                 "Release",

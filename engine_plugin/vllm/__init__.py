@@ -10,6 +10,8 @@ Modules
     naming      what an engine computes with, as a `kvstore.Namespace`
     messages    what travels between scheduler and worker
     link        the one thread that talks to the daemon on the scheduler's behalf
+    calls       a call's problem as a word                    (no vLLM)
+    rates       load or recompute, by what was measured       (no vLLM, no I/O)
     coming      queries whose blocks are on their way             (no vLLM, no I/O)
     pd          disaggregated prefill: what P says, what D takes  (no vLLM, no I/O)
     stock       empty slots for the stores of the next steps      (no vLLM, no I/O)

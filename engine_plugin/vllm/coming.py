@@ -68,6 +68,8 @@ class Query:
             the daemon while blocks are on their way.
         pin: Acquire what is there; False: only count it (an engine that stores but does not load).
         silence_s: How long the daemon may be silent while blocks are on their way.
+        drop: Claim what is there, so that no other engine gets it.
+        wait: Wait for blocks that are on their way up from disk.
         coming: Blocks are on their way; written by the link.
         expected: What another engine has promised of it.
         wanted: False: nobody waits for the answer any more; written by who asked.
@@ -78,6 +80,8 @@ class Query:
     pin: bool = True
     kv_group: int = 0
     silence_s: float = 0.5
+    drop: bool = False
+    wait: bool = True
     coming: bool = False
     wanted: bool = True
     expected: Expected = NOTHING_EXPECTED
@@ -85,17 +89,53 @@ class Query:
 
 @dataclasses.dataclass(slots=True)
 class Pins:
-    """What is pinned for a query: by one lease, or by several where the blocks came up in pieces."""
+    """What is pinned for a query: by one lease, or by several where the blocks came up in pieces.
+
+    Attributes:
+        claimed: By a claim: no other engine has it, and the blocks may be removed when it is given back.
+    """
 
     generation: bytes
     offsets: np.ndarray
     epochs: np.ndarray
     leases: tuple[Grant, ...]
+    claimed: bool = False
 
     @classmethod
-    def of(cls, lease: Grant) -> Pins | None:
+    def of(cls, lease: Grant, claimed: bool = False) -> Pins | None:
         """None where the lease holds nothing."""
-        return cls(lease.generation, lease.offsets, lease.epochs, (lease,)) if len(lease.offsets) else None
+        return cls(lease.generation, lease.offsets, lease.epochs, (lease,), claimed) if len(lease.offsets) else None
+
+
+@dataclasses.dataclass(slots=True)
+class Reply:
+    """The answer to a query.
+
+    Attributes:
+        pins: What is pinned; None where nothing is.
+        available: Length of the leading run that is there.
+        late: How many further keys were on their way up from disk and are not waited for (any more).
+        why_late: late: the time was over; slow: they are faster to compute; not_allowed: by the request.
+        taken: How many further keys are claimed by another engine.
+        generation: Of the pool that the answer is about.
+        problem: Why there is no answer; empty if there is one.
+    """
+
+    query: Query
+    pins: Pins | None = None
+    available: int = 0
+    generation: bytes = b""
+    problem: str = ""
+    late: int = 0
+    why_late: str = "late"
+    taken: int = 0
+
+    @classmethod
+    def of(cls, query: Query, pins: Pins | None, problem: str, late: int = 0, why_late: str = "late") -> Reply:
+        """Answer to a query that pins."""
+        if pins is None:
+            return cls(query, problem=problem, late=late, why_late=why_late)
+        return cls(query, pins, len(pins.offsets), pins.generation, problem, late, why_late)
 
 
 class Coming:
@@ -115,6 +155,7 @@ class Coming:
         self.due = now + PAUSE_MIN_S
         self.problem = ""
         self._failed = False
+        self._ready_at_first = self.ready
         self._began = self._grew = now
         self._until = now + longest_s
 
@@ -122,6 +163,14 @@ class Coming:
     def ready(self) -> int:
         """Length of the run that is pinned."""
         return len(self.pins.offsets) if self.pins is not None else 0
+
+    def gained(self) -> int:
+        """Blocks that have come up since the query was asked."""
+        return self.ready - self._ready_at_first
+
+    def waited_s(self, now: float) -> float:
+        """Time since the query was asked."""
+        return now - self._began
 
     def rest(self) -> Sequence[bytes]:
         """What to ask for: what is not held, and the key before it, which the daemon takes for its parent."""

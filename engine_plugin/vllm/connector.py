@@ -128,6 +128,7 @@ class KVStoreConnector(OffloadingConnector):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         meta = super().build_connector_meta(scheduler_output)
+        self._manager.on_scheduled(scheduler_output.num_scheduled_tokens)
         if scheduler_output.total_num_scheduled_tokens == 0:
             # Nothing to compute, and while a request waits for its lookup the engine would ask again at once. Where
             # scheduler and program share a process, that loop keeps the interpreter from the very thread that fetches

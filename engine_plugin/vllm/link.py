@@ -4,12 +4,13 @@ The scheduler hands in work and collects results; every method but `close` retur
 turn, in this order, since loads go before stores at every queue:
 
     flush       a reset of the engine's caches; nothing is promised until it has succeeded
-    queries     one Acquire for all that the last step asked (hit and pin in one step); the slots that the misses will
-                need are reserved before the answer is given, so that the stores of the very next step find them
+    queries     one Acquire for all that the last step asked (hit and pin in one step), and a claim for each where
+                blocks are taken away; the slots that the misses will need are reserved before the answer is given, so
+                that the stores of the very next step find them
     coming      queries whose blocks are being brought up from disk are asked again when it is time
     commits     one call per store, in prefix order
     aborts      slots back, also those whose commit got no answer
-    releases    pins back
+    releases    pins back, and blocks away that were claimed and loaded
     stock       empty slots topped up, or returned when nothing was stored for a while
 
 Knows nothing of vLLM.
@@ -28,17 +29,11 @@ from typing import Any, Final
 
 import numpy as np
 
-from engine_plugin.vllm.coming import Coming, Grant, Pins, Query
+from engine_plugin.vllm.calls import Calls
+from engine_plugin.vllm.coming import NOTHING_EXPECTED, Coming, Grant, Pins, Query, Reply
 from engine_plugin.vllm.guard import limited_log
+from engine_plugin.vllm.rates import BELOW, LoadPolicy
 from engine_plugin.vllm.stock import Slots, SlotStock
-from kvstore.errors import (
-    DaemonUnavailable,
-    DeadlineExceeded,
-    Draining,
-    KVStoreError,
-    RetryLater,
-    StaleGeneration,
-)
 
 log = logging.getLogger("vllm.kvstore")
 
@@ -47,26 +42,6 @@ BREAK_S: Final = 1.0
 #: Turns come at least this often, for what has to be tried again.
 _TICK_S: Final = 0.5
 _KEYS_PER_CALL_MAX: Final = 16_384
-
-
-@dataclasses.dataclass(slots=True)
-class Reply:
-    """The answer to a query.
-
-    Attributes:
-        pins: What is pinned; None where nothing is.
-        available: Length of the leading run that is there.
-        late: How many further keys were still on their way up from disk when the time was over.
-        generation: Of the pool that the answer is about.
-        problem: Why there is no answer; empty if there is one.
-    """
-
-    query: Query
-    pins: Pins | None = None
-    available: int = 0
-    generation: bytes = b""
-    problem: str = ""
-    late: int = 0
 
 
 @dataclasses.dataclass(slots=True)
@@ -87,9 +62,10 @@ class _Work:
     commits: list[Commit] = dataclasses.field(default_factory=list)
     aborts: list[Slots] = dataclasses.field(default_factory=list)
     releases: list[Grant] = dataclasses.field(default_factory=list)
+    removals: list[Grant] = dataclasses.field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.flush or self.queries or self.commits or self.aborts or self.releases)
+        return bool(self.flush or self.queries or self.commits or self.aborts or self.releases or self.removals)
 
 
 class DaemonLink:
@@ -102,6 +78,7 @@ class DaemonLink:
         client: This process's session with the daemon; owned and closed by the link.
         stock_max: Most empty slots held in reserve.
         coming_s: Longest time that a query waits for blocks that are being brought up from disk.
+        policy: Says how long they are worth waiting for, and learns how long they take; None: as long as that.
         threaded: False: there is no thread, and `turn` is called by a test.
     """
 
@@ -111,11 +88,13 @@ class DaemonLink:
         *,
         stock_max: int,
         coming_s: float = 5.0,
+        policy: LoadPolicy | None = None,
         now: Callable[[], float] = time.monotonic,
         threaded: bool = True,
     ) -> None:
         self._client = client
         self._coming_s = coming_s
+        self._policy = policy
         self._now = now
         self._lock = threading.Lock()
         self._wake = threading.Condition(self._lock)
@@ -123,6 +102,7 @@ class DaemonLink:
         self._work = _Work()
         self._retry: list[Slots] = []  # owned by the thread: aborts that got no answer
         self._retry_releases: list[Grant] = []  # likewise
+        self._retry_removals: list[Grant] = []  # likewise
         self._coming: list[Coming] = []  # likewise
         self._replies: list[Reply] = []
         self._stock = SlotStock(stock_max, now)
@@ -131,7 +111,7 @@ class DaemonLink:
         self._flushes_done = 0
         self._stop = False
         self._was_attached: bool | None = None
-        self._counts: Counter[tuple[str, str]] = Counter()
+        self._calls = Calls()
         self._thread = threading.Thread(target=self._run, name="kvstore-link", daemon=True) if threaded else None
         if self._thread is not None:
             self._thread.start()
@@ -200,11 +180,12 @@ class DaemonLink:
                 self._work.aborts.append(slots)
                 self._wake.notify()
 
-    def release(self, pins: Iterable[Pins]) -> None:
-        """Gives pins back behind."""
-        leases = [lease for each in pins for lease in each.leases]
+    def release(self, pins: Iterable[Pins], *, remove: bool = False) -> None:
+        """Gives pins back behind; with `remove`, claimed blocks leave every tier."""
+        pins = list(pins)
         with self._lock:
-            self._work.releases += leases
+            for each in pins:
+                (self._work.removals if remove and each.claimed else self._work.releases).extend(each.leases)
             self._wake.notify()
 
     def forget(self, query: Query) -> None:
@@ -229,9 +210,7 @@ class DaemonLink:
 
     def take_counts(self) -> Counter[tuple[str, str]]:
         """Events since the last call."""
-        with self._lock:
-            counts, self._counts = self._counts, Counter()
-        return counts
+        return self._calls.take_counts()
 
     def close(self, timeout_s: float = 3.0) -> None:
         """Gives everything back and detaches. Bounded; what could not be given back goes with the session."""
@@ -278,10 +257,10 @@ class DaemonLink:
             stop = self._stop
             flushes = self._flushes_wanted
         self._note_attachment()
-        if self._flushes_done != flushes and not self._call("flush", self._client.flush)[1]:
+        if self._flushes_done != flushes and not self._calls.call("flush", self._client.flush)[1]:
             self._flushes_done = flushes  # else the next turn tries again; nothing is promised until it has worked
         if work.queries:
-            self._do_queries(work.queries)
+            work.releases += self._do_queries(work.queries)
         if self._coming:
             work.releases += self._do_coming(stop)
         for commit in work.commits:
@@ -293,8 +272,9 @@ class DaemonLink:
         for slots in aborts:
             self._do_abort(slots)
         releases, self._retry_releases = self._retry_releases + work.releases, []
-        if releases:
-            self._do_release(releases)
+        removals, self._retry_removals = self._retry_removals + work.removals, []
+        self._retry_releases = self._do_release(releases, remove=False)
+        self._retry_removals = self._do_release(removals, remove=True)
         if not stop:
             self._do_stock()
         return stop
@@ -308,7 +288,8 @@ class DaemonLink:
                 log.warning("kvstore: the daemon is gone; going on without the cache until it is back")
             self._was_attached = attached
 
-    def _do_queries(self, queries: list[Query]) -> None:
+    def _do_queries(self, queries: list[Query]) -> list[Grant]:
+        """Returns leases that are not needed."""
         now = self._now()
         wanted = [query for query in queries if query.wanted and query.deadline > now]
         self._answer([Reply(query, problem="expired") for query in queries if query.wanted and query.deadline <= now])
@@ -316,18 +297,54 @@ class DaemonLink:
         pinned = [query for query in wanted if query.pin]
         answers = self._acquire(pinned, [query.hashes for query in pinned])
         for query, (lease, problem) in zip(pinned, answers, strict=True):
-            if lease is not None and (lease.pending or query.expected.still(len(lease.offsets), self._now())):
+            expected = lease is not None and query.expected.still(len(lease.offsets), self._now())
+            patience_s = self._patience_s(query, lease.pending) if lease is not None and lease.pending else 0.0
+            if lease is not None and (expected or patience_s > 0):
                 query.deadline = self._now() + query.silence_s
                 query.coming = True
-                self._coming.append(Coming(query, lease, self._now(), self._coming_s))
+                self._coming.append(Coming(query, lease, self._now(), patience_s))
+            elif lease is not None:
+                why = "slow" if query.wait else "not_allowed"
+                replies.append(Reply.of(query, Pins.of(lease), problem, lease.pending, why))
             else:
-                replies.append(_reply(query, Pins.of(lease) if lease is not None else None, problem))
+                replies.append(Reply.of(query, None, problem))
         for query in wanted:
             if not query.pin:
                 generation = self._client.generation or b""
-                available, problem = self._call("lookup", self._client.lookup, query.hashes)
+                available, problem = self._calls.call("lookup", self._client.lookup, query.hashes)
                 replies.append(Reply(query, None, int(available or 0), generation, problem))
+        unneeded = self._claim(replies)
         self._answer_with_slots(replies)
+        return unneeded
+
+    def _patience_s(self, query: Query, pending: int) -> float:
+        """How long to wait at most for blocks that are on their way; 0: not at all."""
+        if not query.wait:
+            return 0.0
+        return min(self._coming_s, self._policy.wait_s(BELOW, pending)) if self._policy is not None else self._coming_s
+
+    def _claim(self, replies: list[Reply]) -> list[Grant]:
+        """Makes claims of pins, where that is wanted: what another engine has claimed is not there for this one.
+        Returns the leases that are not needed any more.
+        """
+        unneeded: list[Grant] = []
+        for reply in replies:
+            pins = reply.pins
+            if pins is None or not reply.query.drop:
+                continue
+            # The pins are held until the claim is made, so that nothing leaves in between.
+            lease, problem = self._calls.call(
+                "claim", self._client.claim, reply.query.hashes[: reply.available], kv_group=reply.query.kv_group
+            )
+            unneeded += pins.leases
+            if lease is not None and lease.generation != pins.generation:
+                unneeded.append(lease)
+                lease, problem = None, "stale"
+            reply.pins = Pins.of(lease, claimed=True) if lease is not None else None
+            reply.problem = problem
+            claimed = len(reply.pins.offsets) if reply.pins is not None else 0
+            reply.taken, reply.available = reply.available - claimed, claimed
+        return unneeded
 
     def _do_coming(self, stop: bool) -> list[Grant]:
         """Asks again where it is time, and answers where there is nothing more to wait for. Returns leases that are not
@@ -350,10 +367,13 @@ class DaemonLink:
             if stop or not coming.query.wanted:
                 unneeded += coming.pins.leases if coming.pins is not None else ()
             elif coming.over(now):
-                replies.append(_reply(coming.query, coming.pins, coming.problem, coming.pending))
+                if self._policy is not None and not coming.problem and coming.query.expected is NOTHING_EXPECTED:
+                    self._policy.note_coming(BELOW, coming.gained(), coming.waited_s(now))
+                replies.append(Reply.of(coming.query, coming.pins, coming.problem, coming.pending))
             else:
                 kept.append(coming)
         self._coming = kept
+        unneeded += self._claim(replies)
         self._answer_with_slots(replies)
         return unneeded
 
@@ -368,7 +388,7 @@ class DaemonLink:
                 if keys > _KEYS_PER_CALL_MAX:
                     break
                 asked.append((query.kv_group, more))
-            leases, problem = self._call("acquire", self._client.acquire, asked)
+            leases, problem = self._calls.call("acquire", self._client.acquire, asked)
             answers += [(None, problem)] * len(asked) if problem else [(lease, "") for lease in leases]
         return answers
 
@@ -398,7 +418,7 @@ class DaemonLink:
 
     def _do_commit(self, commit: Commit) -> None:
         slots = commit.slots
-        outcomes, problem = self._call(
+        outcomes, problem = self._calls.call(
             "commit",
             self._client.commit,
             slots.generation,
@@ -409,7 +429,7 @@ class DaemonLink:
             epochs=slots.epochs,
         )
         if problem:
-            self._count("not_published", problem, len(slots))
+            self._calls.count("not_published", problem, len(slots))
             if problem != "stale":
                 # It may have been done: the daemon ignores an abort of what is published, and by their epochs one of
                 # slots that it has handed out anew.
@@ -418,21 +438,23 @@ class DaemonLink:
             commit.done(outcomes)
         if not problem:
             stored, exists = int((outcomes == 1).sum()), int((outcomes == 2).sum())
-            self._count("published", "stored", stored)
-            self._count("published", "exists", exists)
-            self._count("not_published", "not_reserved", len(outcomes) - stored - exists)
+            self._calls.count("published", "stored", stored)
+            self._calls.count("published", "exists", exists)
+            self._calls.count("not_published", "not_reserved", len(outcomes) - stored - exists)
 
     def _do_abort(self, slots: Slots) -> None:
         if slots.generation != self._client.generation:
             return  # the pool is gone, or the session is: then the daemon takes them back itself
-        problem = self._call("abort", self._client.abort, slots.generation, slots.offsets, slots.epochs)[1]
+        problem = self._calls.call("abort", self._client.abort, slots.generation, slots.offsets, slots.epochs)[1]
         if problem in ("deadline", "draining"):
             self._retry.append(slots)
 
-    def _do_release(self, leases: list[Grant]) -> None:
-        problem = self._call("release", self._client.release, leases)[1]
-        if problem in ("deadline", "draining"):
-            self._retry_releases = leases
+    def _do_release(self, leases: list[Grant], *, remove: bool) -> list[Grant]:
+        """Returns those that are to be tried again."""
+        if not leases:
+            return []
+        problem = self._calls.call("release", self._client.release, leases, remove=remove)[1]
+        return leases if problem in ("deadline", "draining") else []
 
     def _do_stock(self) -> None:
         generation = self._client.generation
@@ -442,49 +464,10 @@ class DaemonLink:
         count = self._stock.lacks()
         if not count:
             return
-        reservation, problem = self._call("reserve", self._client.reserve, count)
+        reservation, problem = self._calls.call("reserve", self._client.reserve, count)
         if problem:
             self._stock.fill(count, None)
             return
         slots = Slots(reservation.generation, reservation.offsets, reservation.epochs)
         self._stock.fill(count, slots, populating=reservation.shortfall == "populating")
-        self._count("shortfall", str(reservation.shortfall), count - len(slots))
-
-    # -- calls ---------------------------------------------------------------------------------------------------------
-
-    def _call(self, name: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, str]:
-        """Result and problem of a call; the problem is empty if there is a result."""
-        try:
-            return call(*args, **kwargs), ""
-        except KVStoreError as error:
-            problem = _problem_of(error)
-            if problem == "refused":
-                limited_log(f"refused {name}", logging.WARNING, "kvstore: the daemon refused %s: %s", name, error)
-        except Exception:
-            problem = "error"
-            limited_log(f"call {name}", logging.ERROR, "kvstore: %s failed", name, exc_info=True)
-        self._count("calls_failed", problem)
-        return None, problem
-
-    def _count(self, metric: str, label: str, amount: int = 1) -> None:
-        if amount:
-            with self._lock:
-                self._counts[metric, label] += amount
-
-
-def _reply(query: Query, pins: Pins | None, problem: str, late: int = 0) -> Reply:
-    """Answer to a query that pins."""
-    if pins is None:
-        return Reply(query, problem=problem, late=late)
-    return Reply(query, pins, len(pins.offsets), pins.generation, problem, late)
-
-
-def _problem_of(error: KVStoreError) -> str:
-    kinds = (
-        (DaemonUnavailable, "unavailable"),
-        (DeadlineExceeded, "deadline"),
-        (StaleGeneration, "stale"),
-        (Draining, "draining"),
-        (RetryLater, "later"),
-    )
-    return next((name for kind, name in kinds if isinstance(error, kind)), "refused")
+        self._calls.count("shortfall", str(reservation.shortfall), count - len(slots))

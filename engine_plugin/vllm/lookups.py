@@ -24,8 +24,9 @@ from typing import Final
 
 import numpy as np
 
-from engine_plugin.vllm.coming import NOTHING_EXPECTED, Expected, Pins, Query
-from engine_plugin.vllm.link import DaemonLink, Reply
+from engine_plugin.vllm.coming import NOTHING_EXPECTED, Expected, Pins, Query, Reply
+from engine_plugin.vllm.link import DaemonLink
+from engine_plugin.vllm.rates import LoadPolicy
 
 GROUP_BYTES: Final = 4
 #: Requests that may hold an answer at a time. The engine asks for its whole queue, and each answer pins blocks.
@@ -62,6 +63,9 @@ class _Request:
     pins: Pins | None = None
     ready: int = 0
     refused: bool = False  # ANSWERED without an answer
+    loading_since: float = 0.0
+    loading: int = 0  # blocks
+    unwanted: bool = False  # its load is of no use to anybody: it failed, or the request has ended
 
 
 @dataclasses.dataclass(slots=True)
@@ -86,6 +90,8 @@ class Lookups:
         on_present: Told which keys an answer has shown to be in the daemon, and in which generation of its pool.
         pin: False for an engine that stores but never loads: everything is a miss, but what is there is learned.
         expect: Gives what another engine has promised of a request's keys.
+        drop: Blocks are claimed when they are found, and removed when they are loaded.
+        policy: Says whether what is there is faster to load than to compute; None: it always is.
     """
 
     def __init__(
@@ -98,9 +104,14 @@ class Lookups:
         on_present: Callable[[Sequence[bytes], bytes], None],
         pin: bool = True,
         expect: Callable[[str, Sequence[bytes]], Expected] = lambda _req_id, _keys: NOTHING_EXPECTED,
+        drop: bool = False,
+        policy: LoadPolicy | None = None,
     ) -> None:
         self._link = link
         self._expect = expect
+        self._drops = drop
+        self._policy = policy
+        self._only_pool: set[str] = set()
         self._deadline_s = deadline_s
         self._now = now
         self._ready_generation = ready_generation
@@ -153,6 +164,10 @@ class Lookups:
         self._holders.add(req_id)
         return Verdict.RETRY
 
+    def restrict(self, req_id: str) -> None:
+        """A request that has just come does not want to wait for blocks from below the pool."""
+        self._only_pool.add(req_id)
+
     def ask_about(self, keys: Sequence[bytes]) -> None:
         """Asks which keys of a prefix are there, for nobody in particular: nothing is pinned, nobody waits."""
         if self._link.why_not() or len(self._asides) >= ANSWERS_MAX:
@@ -193,6 +208,8 @@ class Lookups:
                 self._pin,
                 silence_s=self._deadline_s,
                 expected=self._expect(req_id, list(request.keys)),
+                drop=self._drops,
+                wait=req_id not in self._only_pool,
             )
             request.phase = _Phase.ASKED
             self._by_query[request.query] = req_id
@@ -247,7 +264,9 @@ class Lookups:
         if reply.available:
             self._on_present(keys[: reply.available], reply.generation)
         pins = reply.pins
+        query = reply.query
         ready = len(pins.offsets) if pins is not None else 0
+        slow = 0
         if pins is not None and pins.generation != self._ready_generation():
             # The workers have mapped another pool, or none: they could not load this.
             self._link.release([pins])
@@ -255,6 +274,9 @@ class Lookups:
             return
         if pins is not None and self._distrusted:
             ready = self._trusted_run(keys[:ready], pins)
+        if ready and self._policy is not None and not self._policy.loads(ready):
+            self.counts["misses", "slow"] += ready
+            slow, ready = ready, 0
         if not ready:
             self._holders.discard(req_id)
             if pins is not None:
@@ -264,8 +286,11 @@ class Lookups:
         request.query = None
         request.pins, request.ready = pins, ready
         self.counts["hits", ""] += ready
-        self.counts["misses", "late"] += reply.late
-        self.counts["misses", "absent"] += len(keys) - ready - reply.late
+        self.counts["misses", reply.why_late] += reply.late
+        self.counts["misses", "claimed"] += reply.taken
+        self.counts["misses", "absent"] += len(keys) - ready - slow - reply.late - reply.taken
+        if (reply.late or query.coming) and query.expected is NOTHING_EXPECTED:
+            self.counts["decisions", "wait" if query.coming else "compute_below"] += 1
 
     def _refuse(self, req_id: str, request: _Request, reason: str) -> None:
         self._holders.discard(req_id)
@@ -297,21 +322,31 @@ class Lookups:
         if len(places) and int(places.max()) >= request.ready:
             return None
         request.phase = _Phase.LOADING
+        request.loading_since, request.loading = self._now(), len(places)
         self._holders.discard(req_id)
         pins = request.pins
         return LoadPlan(pins.generation, pins.offsets[places], pins.epochs[places])
 
-    def load_done(self, req_id: str) -> None:
-        """The workers are through with a load, well or badly: gives its pins back."""
+    def load_done(self, req_id: str, copy_s: float | None = None) -> None:
+        """The workers are through with a load, well or badly: gives its pins back, or the blocks away that were claimed
+        for it.
+
+        Args:
+            copy_s: How long its copies took on the slowest worker; None: not known.
+        """
         request = self._requests.get(req_id)
-        if request is not None and request.phase is _Phase.LOADING:
-            self._drop(req_id, request)
+        if request is None or request.phase is not _Phase.LOADING:
+            return
+        if not request.unwanted and copy_s is not None and self._policy is not None:
+            self._policy.note_load(request.loading, copy_s, self._now() - request.loading_since)
+        self._drop(req_id, request, remove=self._drops and not request.unwanted)
 
     def load_failed(self, req_id: str) -> None:
         """The load of a request failed: its copies are not promised again until they are stored anew."""
         request = self._requests.get(req_id)
         if request is None or request.phase is not _Phase.LOADING:
             return
+        request.unwanted = True
         pins = request.pins
         assert pins is not None
         for key, place in request.keys.items():
@@ -325,8 +360,13 @@ class Lookups:
 
     def finished(self, req_id: str) -> None:
         """A request has ended. A load that still runs keeps its pins until it is through."""
+        self._only_pool.discard(req_id)
         request = self._requests.get(req_id)
-        if request is not None and request.phase is not _Phase.LOADING:
+        if request is None:
+            return
+        if request.phase is _Phase.LOADING:
+            request.unwanted = True
+        else:
             self._drop(req_id, request)
 
     def reset(self) -> None:
@@ -339,9 +379,9 @@ class Lookups:
         self._asides.clear()
         self._distrusted.clear()
 
-    def _drop(self, req_id: str, request: _Request) -> None:
+    def _drop(self, req_id: str, request: _Request, *, remove: bool = False) -> None:
         if request.pins is not None:
-            self._link.release([request.pins])
+            self._link.release([request.pins], remove=remove)
         if request.query is not None:
             self._by_query.pop(request.query, None)
             self._link.forget(request.query)

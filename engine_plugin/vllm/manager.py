@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
@@ -35,6 +35,7 @@ from engine_plugin.vllm.lookups import Lookups, Verdict
 from engine_plugin.vllm.messages import SlotSpec, WorkerReport, no_slots
 from engine_plugin.vllm.offers import Offers
 from engine_plugin.vllm.pd import PrefillDecode
+from engine_plugin.vllm.rates import LoadPolicy, Steps
 from engine_plugin.vllm.stores import KnownKeys, Stores
 
 _RESULT_OF: Final = {
@@ -43,6 +44,8 @@ _RESULT_OF: Final = {
     Verdict.RETRY: LookupResult.RETRY,
 }
 
+#: A request of which a step computes fewer tokens than this is decoding, with some tokens speculated perhaps.
+PREFILL_CHUNK_MIN: Final = 32
 #: What a step that has nothing to compute leaves to other threads while a request waits for an answer.
 GIVE_WAY_S: Final = 0.0005
 #: The same where an answer takes as long as reads from disk: the engine would only ask itself the same over and over.
@@ -65,6 +68,8 @@ class KVStoreManager(OffloadingManager):
         pd: What is said to and heard from engines of the other side of disaggregated prefill.
         loads: The engine's role lets it load.
         stores: The engine's role lets it store.
+        drop: Blocks are claimed when they are found, and removed when they are loaded.
+        policy: Says what is faster to load than to compute; None: everything is.
         offers: Says which of the blocks that are not there are to be stored.
     """
 
@@ -79,6 +84,8 @@ class KVStoreManager(OffloadingManager):
         pd: PrefillDecode,
         loads: bool = True,
         stores: bool = True,
+        drop: bool = False,
+        policy: LoadPolicy | None = None,
         offers: Offers | None = None,
     ) -> None:
         self._link = link
@@ -99,7 +106,13 @@ class KVStoreManager(OffloadingManager):
             on_present=self._known.add,
             pin=loads,
             expect=self._expected,
+            drop=drop,
+            policy=policy,
         )
+        self._policy = policy
+        self._steps = Steps(policy.note_step if policy is not None else nothing, time.monotonic)
+        self._copies_s: dict[str, float] = {}  # of loads whose completion is about to be told
+        self._load_nothing: set[str] = set()
         self._stores = Stores(
             link,
             workers=1 if slot_format.kind == SINGLE else workers,
@@ -137,7 +150,7 @@ class KVStoreManager(OffloadingManager):
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         if not self._loads and not self._stores_allowed:
             return LookupResult.MISS
-        if not req_context.load_tier_filter.allows(Medium.CPU, Locality.LOCAL):
+        if req_context.req_id in self._load_nothing:
             return LookupResult.MISS
         return _RESULT_OF[self._lookups.lookup(req_context.req_id, key)]
 
@@ -155,7 +168,7 @@ class KVStoreManager(OffloadingManager):
 
     @guarded(nothing)
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        self._lookups.load_done(req_context.req_id)
+        self._lookups.load_done(req_context.req_id, self._copies_s.pop(req_context.req_id, None))
 
     @guarded(nothing)
     def on_no_load(self, req_id: str) -> None:
@@ -235,6 +248,13 @@ class KVStoreManager(OffloadingManager):
         if not self._alive:
             self._link.set_busy(True)
         self._alive[req_context.req_id] = req_context
+        # Everything is loaded through the pool, so what is there already is served to any request that loads at all.
+        allows = req_context.load_tier_filter.allows
+        if not any(allows(Medium.STORAGE, locality) for locality in Locality):
+            if allows(Medium.CPU, Locality.LOCAL):
+                self._lookups.restrict(req_context.req_id)
+            else:
+                self._load_nothing.add(req_context.req_id)
         return RequestOffloadingContext()
 
     @guarded(nothing)
@@ -246,6 +266,7 @@ class KVStoreManager(OffloadingManager):
         self._lookups.finished(req_context.req_id)
         self._pd.finished(req_context.req_id)
         self._last_offered.pop(req_context.req_id, None)
+        self._load_nothing.discard(req_context.req_id)
         self._alive.pop(req_context.req_id, None)
         if not self._alive:
             self._link.set_busy(False)
@@ -255,6 +276,7 @@ class KVStoreManager(OffloadingManager):
         """What the workers have reported with this step."""
         self._mapped.update(report.attached)
         self._stores.report(report.stores_done, report.stores_failed)
+        self._copies_s = dict(report.loads_done)
         for reason in report.loads_failed.values():
             self._counts["load_failures", reason] += 1
         for hook, count in report.hook_errors.items():
@@ -280,10 +302,21 @@ class KVStoreManager(OffloadingManager):
         self._link.flush()
 
     @guarded(nothing)
+    def on_scheduled(self, tokens: Mapping[str, int]) -> None:
+        """What a step computes: tokens of each request. More than a few are a prefill's."""
+        prefill = sum(count for count in tokens.values() if count >= PREFILL_CHUNK_MIN)
+        self._steps.begin(sum(tokens.values()), prefill)
+
+    @guarded(nothing)
     def get_stats(self) -> OffloadingConnectorStats | None:
+        """Asked by vLLM at the end of every step."""
+        self._steps.end()
         counts = self._counts + self._lookups.counts + self._stores.counts + self._pd.counts + self._link.take_counts()
         for hook, count in self.hook_errors.items():
             counts["hook_errors", hook] += count
+        if self._policy is not None:
+            counts += self._policy.counts
+            self._policy.counts.clear()
         for taken in (self._counts, self._lookups.counts, self._stores.counts, self._pd.counts, self.hook_errors):
             taken.clear()
         return metrics.stats_of(counts, self._link.attached, sum(self._registered.values()))

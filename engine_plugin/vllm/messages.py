@@ -46,6 +46,7 @@ class WorkerReport:
         attached: Rank -> generation of the pool it has mapped (empty: none).
         stores_done: Ticket -> number of workers whose copy is over, well or badly.
         stores_failed: Tickets of which a worker could not copy its part.
+        loads_done: Request -> seconds that the copies of its load took on the slowest worker.
         loads_failed: Request -> reason.
         hook_errors: Hook -> exceptions swallowed.
         copied_bytes: Way of a copy -> bytes moved.
@@ -56,6 +57,7 @@ class WorkerReport:
     stores_done: dict[int, int] = dataclasses.field(default_factory=dict)
     stores_failed: set[int] = dataclasses.field(default_factory=set)
     loads_failed: dict[str, str] = dataclasses.field(default_factory=dict)
+    loads_done: dict[str, float] = dataclasses.field(default_factory=dict)
     hook_errors: dict[str, int] = dataclasses.field(default_factory=dict)
     copied_bytes: dict[str, int] = dataclasses.field(default_factory=dict)
     registered: dict[int, tuple[int, str]] = dataclasses.field(default_factory=dict)
@@ -70,6 +72,8 @@ class WorkerReport:
             self.stores_done[ticket] = self.stores_done.get(ticket, 0) + count
         self.stores_failed |= other.stores_failed
         self.loads_failed.update(other.loads_failed)
+        for req_id, seconds in other.loads_done.items():
+            self.loads_done[req_id] = max(seconds, self.loads_done.get(req_id, 0.0))
         for hook, count in other.hook_errors.items():
             self.hook_errors[hook] = self.hook_errors.get(hook, 0) + count
         for path, size in other.copied_bytes.items():

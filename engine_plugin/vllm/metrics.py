@@ -24,6 +24,7 @@ SKIPPED: Final = "vllm:kvstore_store_skipped_blocks"
 LOAD_FAILURES: Final = "vllm:kvstore_load_failures"
 CALL_FAILURES: Final = "vllm:kvstore_call_failures"
 PREFILL_DECODE: Final = "vllm:kvstore_pd_requests"
+DECISIONS: Final = "vllm:kvstore_load_decisions"
 HOOK_ERRORS: Final = "vllm:kvstore_hook_errors"
 COPIED: Final = "vllm:kvstore_copied_bytes"
 REGISTERED: Final = "vllm:kvstore_registered_bytes"
@@ -40,6 +41,7 @@ _METRIC_OF: Final[Mapping[str, str]] = {
     "load_failures": LOAD_FAILURES,
     "calls_failed": CALL_FAILURES,
     "pd": PREFILL_DECODE,
+    "decisions": DECISIONS,
     "hook_errors": HOOK_ERRORS,
     "copied": COPIED,
     "register_failures": REGISTER_FAILURES,
@@ -54,7 +56,9 @@ def definitions() -> dict[str, OffloadingMetricMetadata]:
         MISSES: OffloadingCounterMetadata(
             "Blocks that a lookup did not get, by reason. absent: not stored. late: not brought up from disk in time. "
             "unavailable: no daemon. silent: no answer in time. worker_detached: the workers have not mapped the "
-            "pool. distrusted: an earlier load of that copy failed. flushing: the engine's caches are being reset.",
+            "pool. distrusted: an earlier load of that copy failed. flushing: the engine's caches are being reset. "
+            "slow: faster to compute. not_allowed: excluded by the request's kv_load_tiers. claimed: another engine "
+            "takes them away (kvstore.drop_on_load).",
             ("reason",),
         ),
         PUBLISHED: OffloadingCounterMetadata(
@@ -77,6 +81,11 @@ def definitions() -> dict[str, OffloadingMetricMetadata]:
             "prefilled by an engine that computes otherwise. bad_params, too_many_tokens, wrong_role: its "
             "kv_transfer_params cannot be right and were ignored.",
             ("outcome",),
+        ),
+        DECISIONS: OffloadingCounterMetadata(
+            "Requests that found blocks, by what was faster (kvstore.load_policy). load, compute: blocks in the pool. "
+            "wait, compute_below: blocks in a tier below it.",
+            ("decision",),
         ),
         HOOK_ERRORS: OffloadingCounterMetadata(
             "Exceptions swallowed in a hook, by hook. Any is a defect: please report it with the log.", ("hook",)

@@ -55,6 +55,8 @@ class PluginSettings:
         autostart: Start a daemon of `share_bytes` if there is none.
         token: Access token, if the daemon asks for one.
         tenant: Keeps blocks of different owners apart.
+        drop_on_load: Blocks are claimed when they are found, and leave every tier when they are loaded.
+        load_policy: "auto": load what is faster to load than to compute; "always": load what is there.
         verdict_deadline_s: Longest time a request waits for the answer to its lookup; then it is a miss.
         pending_deadline_s: Longest time a request waits for its blocks to be brought up from disk; what has not come up
             by then is computed.
@@ -72,6 +74,8 @@ class PluginSettings:
     autostart: bool = False
     token: str | None = None
     tenant: str = ""
+    drop_on_load: bool = False
+    load_policy: str = "auto"
     verdict_deadline_s: float = 0.5
     pending_deadline_s: float = 5.0
     pd_wait_s: float = 2.0
@@ -86,6 +90,8 @@ class PluginSettings:
 
 
 _NATIVE_FIELDS: Final = ("share_bytes", "store_threshold", "max_tracker_size")
+#: What a text may be, where not everything goes.
+_CHOICES: Final = {"load_policy": ("auto", "always")}
 OWN_KEYS: Final = tuple(field.name for field in dataclasses.fields(PluginSettings) if field.name not in _NATIVE_FIELDS)
 
 
@@ -174,4 +180,6 @@ def _checked(key: str, name: str, value: Any) -> Any:
         return int(value) if kind == "int" else float(value)
     if not isinstance(value, str) or not value:
         raise ConfigError(f"{key!r} is {value!r}: write a text that is not empty")
+    if value not in _CHOICES.get(name, (value,)):
+        raise ConfigError(f"{key!r} is {value!r}: write " + " or ".join(map(repr, _CHOICES[name])))
     return value

@@ -27,6 +27,7 @@ from engine_plugin.vllm.manager import KVStoreManager
 from engine_plugin.vllm.naming import EngineFacts, format_of, namespace_of, refuse_unsupported
 from engine_plugin.vllm.offers import Offers
 from engine_plugin.vllm.pd import PrefillDecode, Side
+from engine_plugin.vllm.rates import LoadPolicy
 from engine_plugin.vllm.settings import parse_settings
 from engine_plugin.vllm.worker import KVStoreWorker
 from kvstore.endpoint import default_endpoint, parse_endpoint
@@ -72,6 +73,8 @@ class KVStoreSpec(OffloadingSpec):
         self._endpoint = str(
             parse_endpoint(self._settings.endpoint) if self._settings.endpoint is not None else default_endpoint()
         )
+        if self._settings.drop_on_load and (self._facts.stores or not self._facts.loads):
+            raise ConfigError("'kvstore.drop_on_load' takes blocks away: it needs kv_role kv_consumer")
         if self._settings.autostart and not parse_endpoint(self._endpoint).is_loopback:
             raise ConfigError(f"'kvstore.autostart' cannot start a daemon on another machine ({self._endpoint})")
         self.namespace = namespace_of(config, self._facts, self._settings.tenant)
@@ -83,12 +86,14 @@ class KVStoreSpec(OffloadingSpec):
     def get_manager(self) -> OffloadingManager:
         if self._manager is None:
             self._ensure_daemon()
+            assert self.namespace.block_size is not None
+            policy = LoadPolicy(self.namespace.block_size, time.monotonic, auto=self._settings.load_policy == "auto")
             link = DaemonLink(
                 self._connect("scheduler", self.namespace),
                 stock_max=self._stock_max(),
                 coming_s=self._settings.pending_deadline_s,
+                policy=policy,
             )
-            assert self.namespace.block_size is not None
             self._manager = KVStoreManager(
                 link,
                 slot_format=self._format,
@@ -98,6 +103,8 @@ class KVStoreSpec(OffloadingSpec):
                 pd=PrefillDecode(self._side(), now=time.monotonic, nested=self._facts.nested),
                 loads=self._facts.loads,
                 stores=self._facts.stores,
+                drop=self._settings.drop_on_load,
+                policy=policy,
                 offers=Offers(self._settings.store_threshold, self._settings.max_tracker_size),
             )
         return self._manager

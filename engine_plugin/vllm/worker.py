@@ -217,3 +217,5 @@ class KVStoreWorker(OffloadingWorker):
             self._failed_loads.add(spec.req_id)
             self._report.loads_failed[spec.req_id] = outcome.problem
             limited_log("load", logging.WARNING, "kvstore: a load failed (%s); it is computed instead", outcome.problem)
+        else:
+            self._report.loads_done[spec.req_id] = outcome.time_s

@@ -57,6 +57,7 @@ class FakeDaemon:
     disk: Copies below the pool, by key. They survive the daemon.
     coming: Slots that are being filled from there, by key.
     coming_max: Most of them at a time.
+    dropped: Keys that were removed by who had claimed them.
     """
 
     _generations = itertools.count(1)
@@ -65,6 +66,7 @@ class FakeDaemon:
         self.slots = slots
         self.coming_max = slots
         self.disk: dict[bytes, np.ndarray] = {}
+        self.dropped: list[bytes] = []
         self.up = False
         self.silent = False
         self.start()
@@ -77,6 +79,8 @@ class FakeDaemon:
         self.blocks: dict[bytes, int] = {}
         self.coming: dict[bytes, int] = {}
         self.leases: dict[int, list[int]] = {}
+        self.gone: set[int] = set()  # removed, and still pinned by somebody
+        self.claims: dict[int, list[bytes]] = {}
         self.calls: list[str] = []
         self._lease_ids = itertools.count(1)
 
@@ -124,7 +128,7 @@ class FakeDaemon:
 
     def check(self) -> None:
         """Every slot is in exactly one place."""
-        places = sorted([*self.free, *self.reserved, *self.blocks.values(), *self.coming.values()])
+        places = sorted([*self.free, *self.reserved, *self.blocks.values(), *self.coming.values(), *self.gone])
         assert places == list(range(self.slots))
 
 
@@ -238,14 +242,40 @@ class FakeClient:
             )
         return leases
 
+    def claim(self, keys: Sequence[bytes], *, kv_group: int = 0) -> FakeLease:
+        daemon = self._call("claim")
+        claimed = {key for others in daemon.claims.values() for key in others}
+        run = list(itertools.takewhile(lambda key: key in daemon.blocks and key not in claimed, keys))
+        slots = np.array([daemon.blocks[key] for key in run], np.int64)
+        lease_id = next(daemon._lease_ids) if run else 0
+        if run:
+            daemon.leases[lease_id] = slots.tolist()
+            daemon.claims[lease_id] = run
+        return FakeLease(
+            lease_id, daemon.arena.generation, (slots * SLOT_BYTES).astype(np.uint64), daemon.arena.epochs[slots]
+        )
+
     def lookup(self, keys: Sequence[bytes]) -> int:
         daemon = self._call("lookup")
         return len(list(itertools.takewhile(lambda key: key in daemon.blocks or key in daemon.disk, keys)))
 
-    def release(self, leases: Iterable[FakeLease]) -> int:
+    def release(self, leases: Iterable[FakeLease], *, remove: bool = False) -> int:
         daemon = self._call("release")
         mine = [lease for lease in leases if lease.generation == daemon.arena.generation]
-        return sum(daemon.leases.pop(lease.id, None) is not None for lease in mine)
+        released = 0
+        for lease in mine:
+            released += daemon.leases.pop(lease.id, None) is not None
+            keys = daemon.claims.pop(lease.id, None)
+            assert not remove or keys is not None or lease.id not in daemon.leases, "only claims may remove"
+            for key in keys or () if remove else ():
+                daemon.disk.pop(key, None)
+                daemon.dropped.append(key)
+                if key in daemon.blocks:
+                    daemon.gone.add(daemon.blocks.pop(key))
+        for slot in [slot for slot in daemon.gone if not daemon.pins(slot)]:
+            daemon.gone.remove(slot)
+            daemon._to_free(slot)
+        return released
 
     def flush(self) -> int:
         daemon = self._call("flush")

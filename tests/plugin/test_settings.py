@@ -60,6 +60,7 @@ def test_native_keys_and_ours() -> None:
         ({"store_threshold": "many"}, "as a number"),
         ({"store_threshold": -1}, "cannot be negative"),
         ({"kvstore.autostart": "yes"}, "write true or false"),
+        ({"kvstore.load_policy": "never"}, "write 'auto' or 'always'"),
         ({"kvstore.timeout_s": -1}, "not negative"),
         ({"kvstore.timeout_s": 0}, "above 0"),
         ({"kvstore.copy_threads": True}, "write a number"),
