@@ -16,10 +16,13 @@ from engine_plugin.vllm.coming import NOTHING_EXPECTED, Expected
 from engine_plugin.vllm.link import DaemonLink
 from engine_plugin.vllm.lookups import LoadPlan, Lookups, Verdict, hash_of
 from engine_plugin.vllm.offers import Offers
+from engine_plugin.vllm.rates import LoadPolicy
 from engine_plugin.vllm.stores import KnownKeys, Store, Stores
 from tests.plugin.fakes import SLOT_BYTES, FakeClient, FakeDaemon
 
 WORKERS = 2
+#: Of a block.
+TOKENS = 16
 GROUP = bytes(4)
 
 
@@ -62,12 +65,27 @@ class Copy:
 class Engine:
     """The part of an engine that the plugin sees. Time moves by the step."""
 
-    def __init__(self, daemon: FakeDaemon, *, pin: bool = True, offers: Offers | None = None) -> None:
+    def __init__(
+        self,
+        daemon: FakeDaemon,
+        *,
+        pin: bool = True,
+        drop: bool = False,
+        auto: bool = False,
+        offers: Offers | None = None,
+    ) -> None:
         self.time = 100.0
         self.daemon = daemon
         self.client = FakeClient(daemon)
         self.mapped = [self.client.arena] * WORKERS
-        self.link = DaemonLink(self.client, stock_max=24, now=lambda: self.time, threaded=False)
+        self.policy = LoadPolicy(TOKENS, lambda: self.time, auto=auto)
+        self.link = DaemonLink(
+            self.client,
+            stock_max=0 if drop else 24,
+            policy=self.policy,
+            now=lambda: self.time,
+            threaded=False,
+        )
         self.expected: dict[str, Expected] = {}  # by request
         known = KnownKeys(lambda: self.time)
         self.lookups = Lookups(
@@ -78,6 +96,8 @@ class Engine:
             on_present=known.add,
             pin=pin,
             expect=lambda req_id, _keys: self.expected.get(req_id, NOTHING_EXPECTED),
+            drop=drop,
+            policy=self.policy,
         )
         self.stores = Stores(
             self.link,
@@ -196,7 +216,7 @@ class Engine:
         else:
             self.loaded += len(load.keys)
             request.computed = len(load.keys)
-        self.lookups.load_done(request.id)
+        self.lookups.load_done(request.id, 0.001)
         request.load = None
         if request.state == "aborted":
             del self.requests[request.id]

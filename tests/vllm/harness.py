@@ -111,6 +111,7 @@ def connector(extra: dict[str, Any], role: str = "kv_both") -> dict[str, Any]:
             "block_size": BLOCK_TOKENS,
             "cpu_bytes_to_use": 600_000_000,
             # A busy machine must not turn a hit into a miss.
+            "kvstore.load_policy": "always",
             "kvstore.verdict_deadline_s": 10,
             "kvstore.timeout_s": 10,
             **extra,

@@ -1,0 +1,187 @@
+"""Load or recompute."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from engine_plugin.vllm.lookups import hash_of
+from engine_plugin.vllm.rates import BELOW, PREFILL_TOKENS_MIN, PROBE_S, LoadPolicy, Rate, Steps
+from tests.plugin.engine_model import TOKENS, Engine, Request, stored
+
+TOKENS_PER_BLOCK = 100
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.time = 100.0
+
+    def __call__(self) -> float:
+        return self.time
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def policy(clock: Clock) -> LoadPolicy:
+    return LoadPolicy(TOKENS_PER_BLOCK, clock)
+
+
+def test_a_rate_follows_what_is_measured_and_large_measurements_count_more() -> None:
+    rate = Rate()
+    assert rate.s is None
+    for _ in range(30):
+        rate.note(10, 1.0, 0.0)
+    assert rate.s == pytest.approx(0.1)
+    rate.note(1, 5.0, 0.0)
+    assert 0.1 < rate.s < 0.3
+    for _ in range(30):
+        rate.note(10, 4.0, 0.0)
+    assert rate.s == pytest.approx(0.4, rel=0.01)
+
+
+def test_what_was_not_measured_counts_as_fast(policy: LoadPolicy) -> None:
+    assert policy.loads(5)
+    assert policy.wait_s(BELOW, 5) == math.inf
+    policy.note_step(1000, 1000, 1.0)  # 1 ms a token, 100 ms a block
+    assert policy.loads(5)
+    # Whoever tries waits no longer than computing would take.
+    assert policy.wait_s(BELOW, 5) == pytest.approx(0.5)
+
+
+def test_the_pool_is_loaded_where_that_is_faster(policy: LoadPolicy) -> None:
+    policy.note_step(1000, 1000, 1.0)
+    policy.note_load(10, copy_s=0.1, whole_s=0.15)  # 10 ms a block, and 50 ms beside
+    assert policy.loads(10)
+    assert policy.loads(1)
+    policy.note_load(10, copy_s=20.0, whole_s=20.05)
+    assert not policy.loads(10)
+    assert dict(policy.counts) == {("decisions", "load"): 2, ("decisions", "compute"): 1}
+
+
+def test_what_a_load_takes_beside_its_copies_counts_once(policy: LoadPolicy) -> None:
+    policy.note_step(1000, 1000, 1.0)
+    policy.note_load(10, copy_s=0.1, whole_s=0.4)
+    assert not policy.loads(1)  # 0.31 s against 0.1 s
+    assert policy.loads(10)  # 0.4 s against 1 s
+
+
+def test_a_slow_tier_is_left_alone_for_a_while(policy: LoadPolicy, clock: Clock) -> None:
+    policy.note_step(1000, 1000, 1.0)
+    policy.note_coming("disk", 10, 2.5)
+    policy.note_coming("redis", 10, 0.5)
+    assert policy.wait_s("disk", 10) == 0
+    assert policy.wait_s("redis", 10) == pytest.approx(1.0)
+    clock.time += PROBE_S
+    assert policy.wait_s("disk", 10) == pytest.approx(1.0)
+    policy.note_coming("disk", 0, 1.0)  # nothing has come in the time that computing takes
+    assert policy.wait_s("disk", 10) == 0
+
+
+def test_steps_that_do_not_prefill_are_not_measured(policy: LoadPolicy) -> None:
+    policy.note_step(PREFILL_TOKENS_MIN - 1, PREFILL_TOKENS_MIN - 1, 9.0)
+    policy.note_step(1000, 800, 9.0)
+    assert policy.compute_s(1) == math.inf
+    policy.note_step(1000, 950, 1.0)
+    assert policy.compute_s(1) == pytest.approx(0.1)
+
+
+def test_always_loads_everything(clock: Clock) -> None:
+    policy = LoadPolicy(TOKENS_PER_BLOCK, clock, auto=False)
+    policy.note_step(1000, 1000, 0.001)
+    policy.note_load(10, copy_s=20.0, whole_s=20.0)
+    policy.note_coming(BELOW, 1, 20.0)
+    assert policy.loads(1)
+    assert policy.wait_s(BELOW, 1) == math.inf
+
+
+def test_steps_that_overlap_are_timed_one_after_the_other(clock: Clock) -> None:
+    noted: list[tuple[int, int, float]] = []
+    steps = Steps(lambda *each: noted.append(each), clock)
+    steps.end()
+    steps.begin(500, 500)
+    clock.time += 1
+    steps.begin(7, 0)  # while the first one runs
+    clock.time += 2
+    steps.end()
+    clock.time += 0.5
+    steps.end()
+    clock.time += 9
+    steps.begin(3, 0)
+    clock.time += 1
+    steps.end()
+    steps.end()
+    assert noted == [(500, 500, 3.0), (7, 0, 0.5), (3, 0, 1.0)]
+
+
+def waiting(ready: int, token_s: float | None, below_s: float | None = None) -> tuple[Engine, Request]:
+    """A request for 8 blocks, all but the first ones on disk, in an engine that knows its rates."""
+    daemon, keys = stored(1, 8)
+    for key in keys[ready:]:
+        daemon.copy_down(hash_of(key))
+        daemon.evict(hash_of(key))
+    engine = Engine(daemon, auto=True)
+    if token_s is not None:
+        engine.policy.note_step(1000, 1000, 1000 * token_s)
+    if below_s is not None:
+        engine.policy.note_coming(BELOW, 10, 10 * below_s)
+    return engine, engine.submit("request", keys)
+
+
+def steps_until_it_goes_on(engine: Engine, request: Request) -> int:
+    for number in range(1000):
+        if request.state != "waiting":
+            return number
+        engine.schedule()
+    raise AssertionError
+
+
+def test_a_slow_disk_is_not_waited_for_and_the_pools_part_is_loaded() -> None:
+    engine, request = waiting(3, token_s=0.001, below_s=0.1)  # a block: 16 ms to compute, 100 ms from disk
+    assert steps_until_it_goes_on(engine, request) == 2
+    assert request.load is not None and len(request.load.keys) == 3
+    assert engine.lookups.counts["misses", "slow"] == 5
+    assert engine.lookups.counts["misses", "absent"] == 0
+    assert engine.lookups.counts["decisions", "compute_below"] == 1
+
+
+def test_a_fast_disk_is_waited_for() -> None:
+    engine, request = waiting(3, token_s=0.01, below_s=0.01)
+    engine.schedule()
+    for key in list(engine.daemon.coming):
+        engine.daemon.come_up(key)
+    assert steps_until_it_goes_on(engine, request) <= 3
+    assert request.load is not None and len(request.load.keys) == 8
+    assert engine.lookups.counts["decisions", "wait"] == 1
+
+
+def test_the_first_attempt_waits_as_long_as_computing_takes_and_is_remembered() -> None:
+    engine, request = waiting(3, token_s=0.005)  # 5 blocks: 0.4 s to compute
+    began = engine.time
+    steps_until_it_goes_on(engine, request)
+    assert 5 * TOKENS * 0.005 <= engine.time - began < 5 * TOKENS * 0.005 + 0.1
+    assert engine.lookups.counts["misses", "late"] == 5
+    assert engine.policy.wait_s(BELOW, 5) == 0
+
+
+def test_a_slow_pool_is_computed_and_its_pins_go_back() -> None:
+    engine, request = waiting(8, token_s=0.0001)
+    engine.policy.note_load(8, copy_s=1.0, whole_s=1.0)
+    steps_until_it_goes_on(engine, request)
+    assert request.state == "running"
+    assert engine.lookups.counts["misses", "slow"] == 8
+    assert engine.lookups.counts["hits", ""] == 0
+    engine.link.turn()
+    assert not engine.daemon.leases
+
+
+def test_a_request_that_excludes_storage_does_not_wait() -> None:
+    engine, request = waiting(3, token_s=None)
+    engine.lookups.restrict("request")
+    assert steps_until_it_goes_on(engine, request) == 2
+    assert request.load is not None and len(request.load.keys) == 3
+    assert engine.lookups.counts["misses", "not_allowed"] == 5
