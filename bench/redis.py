@@ -1,11 +1,11 @@
 """The Redis tier against plain redis-py, a bare socket, and redis-benchmark, in turn against one server of its own.
 
 Large blocks (4 and 8 MiB)
-    tier        what the daemon does: RedisTier.read and .write of a batch, checked, parts of 4 MiB
+    tier        what the daemon does: RedisTier.read and .write of a batch, checked, in parts
     redis-py    get and set of whole blocks with redis-py and hiredis; what was got is copied to its place
     bare        a blocking socket: the same number of bytes as GET and SET with recv_into and sendmsg, the next GET
-                sent before the value of the last one has come, nothing checked. Once with whole blocks, once cut in
-                4 MiB; the faster one counts.
+                sent before the value of the last one has come, nothing checked. Once with whole blocks, once cut as
+                the tier cuts them; the faster one counts.
 Small blocks (64 KiB)
     redis-benchmark with as many commands in flight, as a process of its own.
 
@@ -34,10 +34,10 @@ from bench.harness import Ratio, Report, in_turn, private_memory, seconds
 from kvstore.clock import SystemClock
 from kvstore.tier import ReadOutcome, WriteOutcome, tier_key
 from kvstore.tiers.redis import RedisTier
+from kvstore.tiers.redis_value import PAYLOAD_BYTES
 
 _BINARIES: Final = ("redis-server", "redis-benchmark")
 _DEADLINE_S: Final = 30.0
-_PART_BYTES: Final = 4 << 20
 _SMALL_BYTES: Final = 64 << 10
 _IN_FLIGHT: Final = 32
 #: Goals.
@@ -139,10 +139,10 @@ class Sides:
             tier_key(b"b" * 16, 0, size_bytes.to_bytes(8, "big") + n.to_bytes(4, "big")) for n in range(count)
         ]
         self._names = [b"plain:%d:%d" % (size_bytes, number) for number in range(count)]
-        cut = [(n, at) for n in range(count) for at in range(0, size_bytes, _PART_BYTES)]
+        cut = [(n, at) for n in range(count) for at in range(0, size_bytes, PAYLOAD_BYTES)]
         self._part_names = [b"part:%d:%d:%d" % (size_bytes, number, at) for number, at in cut]
-        self._part_datas = [self._datas[number][at : at + _PART_BYTES] for number, at in cut]
-        self._part_rooms = [self._rooms[number][at : at + _PART_BYTES] for number, at in cut]
+        self._part_datas = [self._datas[number][at : at + PAYLOAD_BYTES] for number, at in cut]
+        self._part_rooms = [self._rooms[number][at : at + PAYLOAD_BYTES] for number, at in cut]
 
     def close(self) -> None:
         self.forget()

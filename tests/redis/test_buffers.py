@@ -19,7 +19,7 @@ from kvstore.tiers.redis_value import pack_header, seal_of
 from tests.redis.servers import PATIENCE_S
 from tests.redis.tiers import SHORT_S, opened, promptly
 
-SIZE = 3 << 20
+SIZE = 3 << 19
 KEY = name_of(1)
 LATE = 0xEE
 

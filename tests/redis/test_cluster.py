@@ -14,7 +14,7 @@ from tests.redis.servers import RedisCluster, running_cluster
 from tests.redis.tiers import SHORT_S, opened, promptly, until, until_ok
 
 KEYS = [name_of(number) for number in range(96)]
-LARGE = 9 << 20
+LARGE = 5 << 20
 
 
 async def count_there(tier: RedisTier) -> int:

@@ -14,7 +14,7 @@ from kvstore.tiers.redis_value import Names, part_count
 from tests.redis.servers import RedisServer
 from tests.redis.tiers import new_prefix, opened, until
 
-LARGE = 9 << 20
+LARGE = 5 << 20
 KEY, OTHER = name_of(1), name_of(2)
 
 

@@ -20,7 +20,7 @@ from tests.redis.servers import RedisServer, eventually, free_ports, one_server,
 from tests.redis.tiers import SHORT_S, opened, promptly, until, until_ok
 
 KEYS = [name_of(number) for number in range(16)]
-LARGE = 9 << 20
+LARGE = 5 << 20
 PASSWORD = "s3cret/with:odd@characters"
 QUOTED = "s3cret%2Fwith%3Aodd%40characters"
 
