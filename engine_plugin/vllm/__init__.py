@@ -22,7 +22,9 @@ Modules
     worker      vLLM's OffloadingWorker: plans copies
     spec        vLLM's OffloadingSpec: builds manager and worker
     connector   vLLM's OffloadingConnector with failures, reports and start-up checks
+    callers     what vLLM knows and passes on to nobody
     beside      other connectors next to ours, inside MultiConnector
+    tier        kvstore below vLLM's own CPU tier
     autostart   starts a daemon where there is none
 """
 

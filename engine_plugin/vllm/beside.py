@@ -6,33 +6,21 @@ configuration of its own; what counts for the engine as a whole stands in MultiC
 
 from __future__ import annotations
 
-import sys
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
+from engine_plugin.vllm.callers import locals_of_caller
 from kvstore.errors import ConfigError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-#: Where MultiConnector calls the connectors' classes, with its own configuration at hand.
-_CALLERS: Final = (MultiConnector.__init__.__code__, MultiConnector.build_prom_metrics.__func__.__code__)
-
 
 def enclosing_config() -> VllmConfig | None:
-    """Configuration of the MultiConnector that is calling, directly or not; None where none is.
-
-    Read from its frame: a connector gets a copy in which its own part stands in place of the whole, and vLLM passes the
-    whole nowhere else.
-    """
-    frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code in _CALLERS:
-            config: VllmConfig | None = frame.f_locals.get("vllm_config")
-            return config
-        frame = frame.f_back  # type: ignore[assignment]
-    return None
+    """Configuration of the MultiConnector that is calling; None where none is."""
+    caller = locals_of_caller(MultiConnector.__init__, MultiConnector.build_prom_metrics)
+    return caller["vllm_config"] if caller is not None else None
 
 
 def neighbours(config: VllmConfig) -> tuple[str, ...]:

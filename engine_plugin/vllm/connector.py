@@ -33,8 +33,8 @@ from engine_plugin.vllm.beside import enclosing_config, refuse_neighbours  # noq
 from engine_plugin.vllm.guard import guarded, nothing  # noqa: E402
 from engine_plugin.vllm.manager import KVStoreManager  # noqa: E402
 from engine_plugin.vllm.messages import KVStoreWorkerMetadata, WorkerReport  # noqa: E402
-from engine_plugin.vllm.naming import facts_of  # noqa: E402
-from engine_plugin.vllm.spec import KVStoreSpec, engine_facts  # noqa: E402
+from engine_plugin.vllm.naming import EngineFacts, facts_of  # noqa: E402
+from engine_plugin.vllm.spec import KVStoreSpec  # noqa: E402
 from engine_plugin.vllm.worker import KVStoreWorker  # noqa: E402
 from kvstore.errors import ConfigError  # noqa: E402
 
@@ -53,7 +53,36 @@ class KVStoreConnector(OffloadingConnector):
         ConfigError: a setting is wrong or this engine cannot be served; the message says what to change.
     """
 
+    facts: EngineFacts
+    hook_errors: Counter[str]
+
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        self._prepare(vllm_config, kv_cache_config)
+        super().__init__(vllm_config, role, kv_cache_config)
+
+    @classmethod
+    def adopt(
+        cls, connector: OffloadingConnector, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
+    ) -> KVStoreConnector:
+        """Makes vLLM's stock connector one of ours, while it is being built and creates its spec.
+
+        The stock one takes every load for good: it would compute with whatever a failed load has left, or end the
+        engine. So `spec_name` alone gives all of this class.
+
+        Raises:
+            ConfigError: it is neither the stock connector nor one of ours.
+        """
+        if type(connector) is not OffloadingConnector:
+            raise ConfigError(
+                f"KVStoreSpec cannot be used in {type(connector).__name__}, which does not recover from failed loads: "
+                "set kv_connector to KVStoreConnector or OffloadingConnector"
+            )
+        connector.__class__ = cls
+        assert isinstance(connector, cls)
+        connector._prepare(vllm_config, kv_cache_config)
+        return connector
+
+    def _prepare(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
         transfer = vllm_config.kv_transfer_config
         assert transfer is not None
         enclosing = enclosing_config()
@@ -65,9 +94,8 @@ class KVStoreConnector(OffloadingConnector):
                 config.kv_transfer_config.kv_load_failure_policy = "recompute"
         _use_own_spec(transfer.kv_connector_extra_config)
         _refuse_other_attention(kv_cache_config)
-        self.hook_errors: Counter[str] = Counter()
-        with engine_facts(facts_of(vllm_config, kv_cache_config, nested=enclosing is not None)):
-            super().__init__(vllm_config, role, kv_cache_config)
+        self.hook_errors = Counter()
+        self.facts = facts_of(vllm_config, kv_cache_config, nested=enclosing is not None)
 
     @property
     def _manager(self) -> KVStoreManager:

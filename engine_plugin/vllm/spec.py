@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
 import time
-from collections.abc import Iterator
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.kv_offload.base import (
     CanonicalKVCaches,
     OffloadingManager,
@@ -21,10 +19,11 @@ import kvstore
 from engine_plugin.copy.contract import CopyEngine
 from engine_plugin.vllm import metrics
 from engine_plugin.vllm.autostart import ensure_daemon
+from engine_plugin.vllm.callers import locals_of_caller
 from engine_plugin.vllm.layout import SINGLE, layout_of
 from engine_plugin.vllm.link import DaemonLink
 from engine_plugin.vllm.manager import KVStoreManager
-from engine_plugin.vllm.naming import EngineFacts, format_of, namespace_of, refuse_unsupported
+from engine_plugin.vllm.naming import format_of, namespace_of, refuse_unsupported
 from engine_plugin.vllm.offers import Offers
 from engine_plugin.vllm.pd import PrefillDecode, Side
 from engine_plugin.vllm.rates import LoadPolicy
@@ -33,20 +32,27 @@ from engine_plugin.vllm.worker import KVStoreWorker
 from kvstore.endpoint import default_endpoint, parse_endpoint
 from kvstore.errors import ConfigError
 
-_facts: contextvars.ContextVar[EngineFacts] = contextvars.ContextVar("kvstore engine facts")
+if TYPE_CHECKING:
+    from engine_plugin.vllm.connector import KVStoreConnector
 
 #: Reserved slots are the engine's own bytes: at most one part in so many of its share waits empty.
 _STOCK_PART_OF_SHARE: Final = 2
 
 
-@contextlib.contextmanager
-def engine_facts(facts: EngineFacts) -> Iterator[None]:
-    """Hands a spec created inside what vLLM's factory does not pass on."""
-    token = _facts.set(facts)
-    try:
-        yield
-    finally:
-        _facts.reset(token)
+def _connector() -> KVStoreConnector:
+    """The connector that is creating a spec. vLLM's stock one becomes one of ours: see `KVStoreConnector.adopt`."""
+    from engine_plugin.vllm.connector import KVStoreConnector  # which looks at this module's class
+
+    caller = locals_of_caller(OffloadingConnector.__init__)
+    if caller is None:
+        raise ConfigError(
+            "KVStoreSpec is not created by vLLM's OffloadingConnector: set kv_connector to KVStoreConnector (or to "
+            "OffloadingConnector, with 'spec_name': 'KVStoreSpec')"
+        )
+    connector: OffloadingConnector = caller["self"]
+    if isinstance(connector, KVStoreConnector):
+        return connector
+    return KVStoreConnector.adopt(connector, caller["vllm_config"], caller["kv_cache_config"])
 
 
 class KVStoreSpec(OffloadingSpec):
@@ -62,12 +68,7 @@ class KVStoreSpec(OffloadingSpec):
 
     def __init__(self, config: OffloadingConfig) -> None:
         super().__init__(config)
-        try:
-            self._facts = _facts.get()
-        except LookupError:
-            raise ConfigError(
-                "KVStoreSpec needs its own connector: set kv_connector to KVStoreConnector and leave out spec_name"
-            ) from None
+        self._facts = _connector().facts
         self._settings = parse_settings(config.extra_config)
         refuse_unsupported(config, self._facts)
         self._endpoint = str(

@@ -5,6 +5,7 @@ Skipped as a whole where vLLM's CPU build is not installed (`make test-vllm` ins
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import importlib.util
 import subprocess
@@ -35,6 +36,24 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     subprocess.run([sys.executable, str(HERE / "tiny_llama.py"), str(folder)], check=True, capture_output=True)
     return folder
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Writes models of other kinds than the usual one (see tiny_models.py), once each."""
+
+    @functools.cache
+    def write(kind: str) -> Path:
+        folder = tmp_path_factory.mktemp(kind)
+        subprocess.run(
+            [sys.executable, "-m", "tests.vllm.tiny_models", kind, str(folder)],
+            check=True,
+            capture_output=True,
+            cwd=HERE.parent.parent,
+        )
+        return folder
+
+    return write
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.vllm.harness import BLOCK_BYTES, BLOCK_TOKENS, BLOCKS, Daemon, Engine, prompt, wait_until
+from tests.vllm.harness import BLOCK_BYTES, BLOCK_TOKENS, BLOCKS, Daemon, Engine, connector, prompt, wait_until
 
 
 def test_engine_starts_without_a_daemon_and_keeps_to_its_share(
@@ -110,6 +110,38 @@ def test_two_ranks_and_blocks_larger_than_the_engines(tmp_path: Path, engines: C
         loaded = engine.generate(prompt(41))[0]
         assert loaded["cached"] == BLOCKS * BLOCK_TOKENS
         assert loaded["tokens"] == computed["tokens"]
+        assert engine.metric("vllm:kvstore_hook_errors") == 0
+    finally:
+        engine.stop()
+        daemon.stop()
+
+
+def test_as_a_bare_spec_of_vllms_own_connector(
+    folder: Path, engines: Callable[..., Engine], answers: Callable[[list[int]], list[int]]
+) -> None:
+    """`spec_name` alone: also then a load that fails is computed, where vLLM's connector would end the engine."""
+    daemon = Daemon(folder)
+    daemon.start()
+    bare = connector(
+        {
+            "spec_name": "KVStoreSpec",
+            "spec_module_path": "engine_plugin.vllm.spec",
+            "kvstore.endpoint": daemon.endpoint,
+        }
+    )
+    engine = engines("bare", None, kv_transfer_config={**bare, "kv_connector": "OffloadingConnector"}).ready()
+    try:
+        engine.wait_storing(daemon)
+        before = daemon.stored_blocks()
+        assert engine.generate(prompt(36))[0]["tokens"] == answers(prompt(36))
+        daemon.wait_stored(before + BLOCKS)
+        engine.forget_local()
+        loaded = engine.generate(prompt(36))[0]
+        assert (loaded["tokens"], loaded["cached"]) == (answers(prompt(36)), BLOCKS * BLOCK_TOKENS)
+        engine.forget_local()
+        engine.ask(do="damage_loads", count=1)
+        assert engine.generate(prompt(36))[0]["tokens"] == answers(prompt(36))
+        assert engine.metric("vllm:kvstore_load_failures") == 1
         assert engine.metric("vllm:kvstore_hook_errors") == 0
     finally:
         engine.stop()

@@ -15,7 +15,8 @@ LAYERS, HIDDEN, VOCABULARY = 8, 512, 1024
 TEXT = "a small model learns nothing from these few words, and it does not have to "
 
 
-def write(folder: str) -> None:
+def write_tokenizer(folder: str) -> None:
+    """A byte-level tokenizer of VOCABULARY tokens."""
     tokenizer = Tokenizer(models.BPE(unk_token=None))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -27,6 +28,10 @@ def write(folder: str) -> None:
     )
     tokenizer.train_from_iterator([TEXT] * 20, trainer)
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>").save_pretrained(folder)
+
+
+def write(folder: str) -> None:
+    write_tokenizer(folder)
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
