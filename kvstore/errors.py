@@ -19,6 +19,8 @@
     │   ├── ForkedClient          a client was carried over a fork
     │   ├── ClientClosed          the client was closed
     │   └── ConfigError           a setting is unknown or impossible
+    ├── EndOfPipe             the sender of a pipe has closed it, and everything was received
+    ├── PipeBroken            tensors of a pipe are lost, or its sender ended without closing it
     ├── AlreadyRunning        another daemon holds the socket; its pid is named
     └── Damage                bytes changed under a reader; they were not handed out
 
@@ -94,6 +96,14 @@ class ClientClosed(CallerMistake, RuntimeError):
 
 class ConfigError(CallerMistake, ValueError):
     """A setting is unknown or impossible; the message names it and what to write."""
+
+
+class EndOfPipe(KVStoreError):
+    """The sender of a pipe has closed it, and everything that it sent was received."""
+
+
+class PipeBroken(KVStoreError):
+    """What was sent through a pipe is not all there, or cannot be known to be: the message says why."""
 
 
 class AlreadyRunning(KVStoreError):

@@ -73,7 +73,8 @@ class Ticket:
         except TimeoutError:
             raise DeadlineExceeded(f"the insert is still under way after {timeout_s} s; it goes on") from None
 
-    def _settle(self, result: InsertResult) -> None:
+    def settle(self, result: InsertResult) -> None:
+        """For whoever made the ticket: the insert is over."""
         self._future.set_result(result)
 
 
@@ -109,11 +110,11 @@ class Inserter:
         arrays = self._checked(keys, blocks, namespace.group_bytes[kv_group])
         ticket = Ticket()
         if not keys:
-            ticket._settle(InsertResult(0, 0, {}))
+            ticket.settle(InsertResult(0, 0, {}))
         elif self._queue.qsize() >= _TICKETS_MAX:
-            ticket._settle(InsertResult(0, 0, {"queue_full": len(keys)}))
+            ticket.settle(InsertResult(0, 0, {"queue_full": len(keys)}))
         elif not self._put(_Job(keys, arrays, namespace, kv_group, ticket)):
-            ticket._settle(InsertResult(0, 0, {"closed": len(keys)}))
+            ticket.settle(InsertResult(0, 0, {"closed": len(keys)}))
         return ticket
 
     def call_soon(self, call: Callable[[], None]) -> None:
@@ -188,7 +189,7 @@ class Inserter:
                         result = self._insert(job, calls)
                     except Exception as error:  # a defect here must not leave every later ticket waiting for ever
                         result = InsertResult(0, 0, {type(error).__name__: len(job.keys)})
-                    job.ticket._settle(result)
+                    job.ticket.settle(result)
                 else:
                     with contextlib.suppress(KVStoreError):
                         job()

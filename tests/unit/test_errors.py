@@ -22,6 +22,8 @@ LOCAL = {
     errors.ConfigError,
     errors.AlreadyRunning,
     errors.Damage,
+    errors.EndOfPipe,
+    errors.PipeBroken,
 }
 
 
@@ -88,6 +90,7 @@ def test_a_name_that_nobody_knows_is_ignored() -> None:
 
 def test_each_error_says_what_the_caller_should_do() -> None:
     kinds = (errors.RetryLater, errors.CallerMistake, errors.AlreadyRunning, errors.Damage)
+    kinds += (errors.EndOfPipe, errors.PipeBroken)
     for class_ in LEAVES:
         assert issubclass(class_, kinds)
         assert class_.__doc__ and class_.__name__ in (errors.__doc__ or "")

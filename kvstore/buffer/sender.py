@@ -1,0 +1,195 @@
+"""The sending end of a pipe; the protocol is described in pipe.py."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import time
+from collections import deque
+from typing import Final
+
+from kvstore.buffer.records import HEADS, LARGE, SMALL, Draft, Records, Refused
+from kvstore.buffer.stream import EMPTY, PAUSE_S, STREAM_ID_BYTES, Stream, left_of, strays_of, streams_of
+from kvstore.client import Client, Lease
+from kvstore.errors import DeadlineExceeded, KVStoreError, PipeBroken
+
+#: Most tensors on their way at once, so that the list of a pipe's keys stays short.
+_TENSORS_MAX: Final = 256
+
+
+class Sender:
+    """One stream, from its beginning to its end. Not safe from several threads."""
+
+    def __init__(self, client: Client, max_bytes: int, deadline: float | None) -> None:
+        """Begins the stream, once no other sender lives.
+
+        Raises:
+            DeadlineExceeded: another one still does.
+            Refused: the pool has no room for its first blocks.
+        """
+        self._client = client
+        self._records = Records(client)
+        self._max_bytes = max_bytes
+        self._next = 0
+        self._received = 0
+        self._in_flight: deque[tuple[int, list[Lease]]] = deque()  # bytes and pins of each tensor, in order
+        self._cursor_pins: list[Lease] = []
+        self._seen = 0
+        self._broken: str | None = None
+        self._held = contextlib.ExitStack()
+        try:
+            while (stream := self._begin(deadline)) is None:
+                self._held.close()
+        except BaseException:
+            self._held.close()
+            raise
+        self._stream = stream
+
+    def _begin(self, deadline: float | None) -> Stream | None:
+        """One attempt; None where another sender was a little earlier."""
+        seen, listed = self._client.watch(0, 0.0)
+        self._generation = self._client.generation
+        while any(other.sender_lives(listed) for other in streams_of(listed)):
+            if (left := left_of(deadline)) <= 0:
+                raise DeadlineExceeded("another sender is at this end of the pipe")
+            seen, listed = self._client.watch(seen, left)
+        if strays := strays_of(listed):
+            self._client.delete(strays)
+        stream = Stream(secrets.token_bytes(STREAM_ID_BYTES))
+        self._store(stream.life, deadline)
+        claim = self._held.enter_context(self._client.drop_select([stream.life], 0.0))
+        self._store(stream.cursor(0), deadline)
+        self._store(stream.mark, deadline)
+        mark = self._held.enter_context(self._client.select([stream.mark], 0.0))
+        if not len(claim) or not len(mark):
+            raise PipeBroken("the pool has no room for a pipe: its first blocks were evicted at once")
+        _, listed = self._client.watch(0, 0.0)
+        for other in streams_of(listed):
+            if other == stream:
+                return stream
+            if other.sender_lives(listed):  # two began at once, and that one was listed before
+                break
+        self._client.delete([stream.mark, stream.cursor(0)])
+        return None
+
+    def _store(self, key: bytes, deadline: float | None) -> None:
+        """Stores a block that says everything by its name."""
+        while (result := self._client.insert([key], [EMPTY]).wait()).refused:
+            refused = Refused(result.refused)
+            if not refused.passing or left_of(deadline) <= 0:
+                raise refused
+            time.sleep(PAUSE_S)
+
+    def send(self, draft: Draft, deadline: float | None) -> None:
+        """See Pipe.send_tensor."""
+        self._check()
+        while not self._has_room(draft.nbytes):
+            self._wait_for_receiver(deadline, "to make room")
+        self._publish(draft, self._store_pinned(draft, deadline), deadline)
+        if self._waiting_bytes > self._max_bytes // 2:
+            self._look(0.0)  # before it is too late, so that a receiver that keeps up does not make this end wait
+
+    def _store_pinned(self, draft: Draft, deadline: float | None) -> list[Lease]:
+        """Stores all but the head, and pins it."""
+        queries = [(group, draft.head.keys(group)) for group in (LARGE, SMALL) if draft.head.counts[group]]
+        while queries:
+            try:
+                self._records.store_parts(draft)
+            except Refused as refused:
+                if not refused.passing:
+                    raise
+            else:
+                pins = self._client.acquire(queries)
+                if all(len(pin.offsets) == len(keys) for pin, (_, keys) in zip(pins, queries, strict=True)):
+                    return pins
+                self._client.release(pins)  # some were evicted already
+            self._check()
+            self._pause(draft, deadline)
+        return []
+
+    def _publish(self, draft: Draft, pins: list[Lease], deadline: float | None) -> None:
+        key = self._stream.head(self._next)
+        while not (result := self._records.show(key, draft)).stored:
+            refused = Refused(result.refused)
+            if not result.refused or not refused.passing:
+                # Not known to be there, or there and not by this call: nobody can say what is in the pipe.
+                self._broken = f"tensor {self._next} may or may not have been sent ({refused})"
+            self._check()
+            try:
+                self._pause(draft, deadline)
+            except DeadlineExceeded:
+                self._client.release(pins)
+                raise
+        # A head that is gone by now was received, or will be missed by the receiver.
+        pins += self._client.acquire([(HEADS, [key])])
+        self._in_flight.append((draft.nbytes, pins))
+        self._next += 1
+        self._check()
+
+    def _pause(self, draft: Draft, deadline: float | None) -> None:
+        """Before the next attempt to store in a full pool; what was received meanwhile makes room."""
+        if left_of(deadline) <= 0:
+            self._records.delete_parts(draft.head)
+            raise DeadlineExceeded("the pool has no room for this tensor: what is in it is pinned or reserved")
+        if self._in_flight:
+            self._look(0.0)
+        time.sleep(PAUSE_S)
+
+    def finish(self, deadline: float | None) -> None:
+        """Says that this was all, and waits until it was received.
+
+        Raises:
+            DeadlineExceeded: it was not.
+            PipeBroken: as send.
+        """
+        self._check()
+        self._publish(Draft([], {"end": True}), [], deadline)
+        while self._in_flight:
+            self._wait_for_receiver(deadline, "to get everything that was sent")
+        self._client.delete([self._stream.cursor(self._next)])
+
+    def leave(self) -> None:
+        """Ends the stream's life. The pins go with the session."""
+        with contextlib.suppress(KVStoreError):
+            self._held.close()
+
+    # -- what the receiver did -------------------------------------------------------------------------------------
+
+    @property
+    def _waiting_bytes(self) -> int:
+        return sum(size for size, _ in self._in_flight)
+
+    def _has_room(self, size: int) -> bool:
+        if not self._in_flight:
+            return True
+        return self._waiting_bytes + size <= self._max_bytes and len(self._in_flight) < _TENSORS_MAX
+
+    def _wait_for_receiver(self, deadline: float | None, what: str) -> None:
+        if (left := left_of(deadline)) <= 0:
+            raise DeadlineExceeded(
+                f"waited for the receiver of the pipe {what}; {len(self._in_flight)} tensors are left"
+            )
+        self._look(left)
+
+    def _look(self, wait_s: float) -> None:
+        """Lets go of what was received meanwhile; waits for the next change if asked to."""
+        self._seen, listed = self._client.watch(self._seen if wait_s else 0, wait_s)
+        self._check()
+        # A cursor may have been evicted while nobody held it; the next one will tell the same and more.
+        received = max(self._stream.cursors(listed), default=self._received)
+        if self._stream.mark not in listed and received < self._next:
+            self._broken = "the receiver has given it up, or an operator has removed its blocks"
+            self._check()
+        if received == self._received:
+            return
+        pins, self._cursor_pins = self._cursor_pins, self._client.acquire([(HEADS, [self._stream.cursor(received)])])
+        while self._received < received:
+            pins += self._in_flight.popleft()[1]
+            self._received += 1
+        self._client.release(pins)
+
+    def _check(self) -> None:
+        if self._broken is None and self._client.generation != self._generation:
+            self._broken = "the daemon was restarted, or the session with it lost"
+        if self._broken is not None:
+            raise PipeBroken(f"{self._broken}: open the pipe anew")
