@@ -82,6 +82,9 @@ class Pool:
         self.leaving_bytes: Callable[[], int] = lambda: 0
         self._ticker = Ticker()
         self._homes: dict[int, list[Home]] = {}
+        #: What the last walk of _pop_stranded found and did not give so far, and for which homes it walked.
+        self._stranded: list[Block] = []
+        self._stranded_of: list[Home] = []
 
     # -- slots -----------------------------------------------------------------------------------------------------
 
@@ -259,23 +262,36 @@ class Pool:
             if not block.children:
                 return block
             self._pass(block)
-        # All that is left continues into something pinned. Of those, one that nothing unpinned continues; a walk over
-        # them all, which is rare enough.
-        left = [block for home in homes for block in home.passed if self._passed(block)]
-        inner = {block.parent for block in left}
-        block = next((block for block in left if block not in inner), None)
-        if block is not None:
-            del block.home.passed[block]
-        return block
+        return self._pop_stranded(homes)
+
+    def _pop_stranded(self, homes: list[Home]) -> Block | None:
+        """Of blocks that all continue into something pinned: one that nothing unpinned continues.
+
+        A walk over all of them finds every such block at once. They are kept until one more is passed over, which may
+        continue one of them.
+        """
+        if self._stranded_of != homes:
+            self._stranded_of, self._stranded = list(homes), []
+        for fresh in (False, True):
+            if fresh:
+                left = [block for home in homes for block in home.passed if self._passed(block)]
+                inner = {block.parent for block in left}
+                self._stranded = [block for block in reversed(left) if block not in inner]
+            while self._stranded:
+                block = self._stranded.pop()
+                if self._passed(block):
+                    del block.home.passed[block]
+                    return block
+        return None
 
     @staticmethod
     def _passed(block: Block) -> bool:
         """Whether a block that was passed over is out of the order still, and free to leave."""
         return block.state is BlockState.READY and not block.tick and not block.pins
 
-    @staticmethod
-    def _pass(block: Block) -> None:
+    def _pass(self, block: Block) -> None:
         block.home.passed[block] = None
+        self._stranded.clear()
 
     def _make_room(self, slot_bytes: int, wanted: int) -> Eviction:
         """Frees at least one slot of a size, or granules for it; about `wanted` if so many are cold.
