@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from kvstore.client import Client, Lease, Reservation, connect
     from kvstore.found import Found
     from kvstore.insert import InsertResult, Ticket
+    from kvstore.wire.tls import Tls
 
 _HOME: Final = {
     "Client": "kvstore.client",
@@ -25,6 +26,7 @@ _HOME: Final = {
     "Namespace": "kvstore.blocks",
     "Reservation": "kvstore.client",
     "Ticket": "kvstore.insert",
+    "Tls": "kvstore.wire.tls",
     "connect": "kvstore.client",
 }
 
@@ -36,6 +38,7 @@ __all__ = [
     "Namespace",
     "Reservation",
     "Ticket",
+    "Tls",
     "__version__",
     "connect",
 ]

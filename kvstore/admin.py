@@ -13,6 +13,7 @@ from kvstore.endpoint import Endpoint, default_endpoint, parse_endpoint
 from kvstore.errors import InvalidRequest
 from kvstore.wire.channel import open_channel
 from kvstore.wire.convert import client_errors
+from kvstore.wire.tls import Tls
 from kvstore.wire.v1 import admin_pb2, admin_pb2_grpc
 
 
@@ -64,13 +65,19 @@ class AdminClient:
         endpoint: ``unix:PATH`` or ``HOST:PORT``; None: the default endpoint.
         token: Bearer token, for HOST:PORT.
         timeout_s: Deadline of each call.
+        tls: Files for a HOST:PORT that speaks TLS.
 
     Raises:
         InvalidRequest: the endpoint is none.
+        ConfigError: a file of `tls` cannot be read.
     """
 
     def __init__(
-        self, endpoint: str | Endpoint | None = None, token: str | None = None, timeout_s: float = 5.0
+        self,
+        endpoint: str | Endpoint | None = None,
+        token: str | None = None,
+        timeout_s: float = 5.0,
+        tls: Tls | None = None,
     ) -> None:
         if endpoint is None:
             endpoint = default_endpoint()
@@ -78,7 +85,7 @@ class AdminClient:
             endpoint = parse_endpoint(endpoint)
         self.endpoint = endpoint
         self._timeout_s = timeout_s
-        self._channel = open_channel(endpoint, token)
+        self._channel = open_channel(endpoint, token, tls)
         self._stub = admin_pb2_grpc.AdminStub(self._channel)
 
     def ping(self) -> Ping:

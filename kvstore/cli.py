@@ -107,6 +107,21 @@ def client_command(function: Callable[..., None]) -> Callable[..., None]:
         help="File with the bearer token of a HOST:PORT endpoint. Default: $KVSTORE_TOKEN_FILE.",
     )
     @click.option(
+        "--tls-ca",
+        metavar="FILE",
+        envvar="KVSTORE_TLS_CA",
+        help="CA certificates (PEM) of a HOST:PORT endpoint that speaks TLS. Default: $KVSTORE_TLS_CA, else no TLS.",
+    )
+    @click.option(
+        "--tls-cert",
+        metavar="FILE",
+        envvar="KVSTORE_TLS_CERT",
+        help="Certificate (PEM) to show there, with --tls-key, where it asks for one. Default: $KVSTORE_TLS_CERT.",
+    )
+    @click.option(
+        "--tls-key", metavar="FILE", envvar="KVSTORE_TLS_KEY", help="Its key (PEM). Default: $KVSTORE_TLS_KEY."
+    )
+    @click.option(
         "--timeout",
         type=click.FloatRange(min=0, min_open=True),
         default=5.0,
@@ -115,17 +130,27 @@ def client_command(function: Callable[..., None]) -> Callable[..., None]:
         help="Deadline of each call.",
     )
     @functools.wraps(function)
-    def wrapped(endpoint: str | None, token_file: str | None, timeout: float, **arguments: Any) -> None:
+    def wrapped(
+        endpoint: str | None,
+        token_file: str | None,
+        tls_ca: str | None,
+        tls_cert: str | None,
+        tls_key: str | None,
+        timeout: float,
+        **arguments: Any,
+    ) -> None:
         from kvstore.admin import AdminClient
         from kvstore.endpoint import default_endpoint, parse_endpoint
         from kvstore.secret import read_token
+        from kvstore.wire.tls import Tls
 
         try:
             place = default_endpoint() if endpoint is None else parse_endpoint(endpoint)
         except errors.InvalidRequest as error:
             raise errors.ConfigError(str(error)) from error
         token = read_token(token_file) if token_file else None
-        with AdminClient(place, token, timeout_s=timeout) as client:
+        tls = Tls(tls_ca, tls_cert, tls_key) if tls_ca else None
+        with AdminClient(place, token, timeout_s=timeout, tls=tls) as client:
             function(client, **arguments)
 
     return wrapped

@@ -10,6 +10,7 @@ each method says.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -26,10 +27,12 @@ from kvstore.arena import ArenaView, Epochs, Offsets
 from kvstore.blocks import Namespace
 from kvstore.connection import Attached, Connection
 from kvstore.endpoint import Endpoint, default_endpoint, parse_endpoint
-from kvstore.errors import Damage, InvalidRequest, NoMapping, RetryLater, StaleGeneration
+from kvstore.errors import Damage, InvalidRequest, KVStoreError, NoMapping, RetryLater, StaleGeneration
 from kvstore.found import Found
 from kvstore.insert import Inserter, Ticket
+from kvstore.remote import STAGING_BYTES, RemoteArena, RemoteOptions
 from kvstore.wire.convert import epochs_array, offsets_array, pack_offsets
+from kvstore.wire.tls import Tls
 from kvstore.wire.v1 import admin_pb2, engine_pb2
 
 #: Why a reservation is smaller than asked, as words.
@@ -95,6 +98,9 @@ def connect(
     timeout_s: float = 5.0,
     wait: bool = True,
     prefault: bool = True,
+    tls: Tls | None = None,
+    staging_bytes: int = STAGING_BYTES,
+    data_connections: int | None = None,
 ) -> Client:
     """Connects to a daemon.
 
@@ -111,8 +117,15 @@ def connect(
         wait: Whether calls wait, up to timeout_s, for a daemon that is away. False: they raise DaemonUnavailable at
             once, and connecting itself does not wait either.
         prefault: Make page-table entries for the pool in the background, so that copies do not stop for faults.
+        tls: Files for a HOST:PORT that speaks TLS.
+        staging_bytes: Where the daemon is on another host: memory of this client for the blocks that it reads and
+            writes. 0: it has none; slots are named by their offset in the daemon's pool, and their bytes are others'
+            affair (an engine's scheduler).
+        data_connections: On another host: most connections that the bytes of one call travel over. None: as many as
+            this machine's cores can use.
 
     Raises:
+        ConfigError: a file of `tls` cannot be used.
         DaemonUnavailable: `wait`, and no daemon answers within timeout_s.
         CallerMistake: the daemon refuses this client (token, namespace, size); the message says why.
     """
@@ -127,6 +140,8 @@ def connect(
         timeout_s=timeout_s,
         wait=wait,
         prefault=prefault,
+        tls=tls,
+        remote=RemoteOptions(staging_bytes, data_connections) if staging_bytes else None,
     )
     if wait:
         try:
@@ -152,6 +167,8 @@ class Client:
         timeout_s: float,
         wait: bool,
         prefault: bool,
+        tls: Tls | None,
+        remote: RemoteOptions | None,
     ) -> None:
         if share_bytes < 0:
             raise InvalidRequest(f"share_bytes is {share_bytes}: it counts bytes, and 0 means no limit")
@@ -163,6 +180,8 @@ class Client:
             timeout_s=timeout_s,
             patient=wait,
             prefault=prefault,
+            tls=tls,
+            remote=remote,
         )
         self._inserter = Inserter(self)
 
@@ -185,8 +204,10 @@ class Client:
         return attached.generation if attached else None
 
     @property
-    def arena(self) -> ArenaView | None:
-        """The mapping of the pool; None while not attached, and for clients on another host."""
+    def arena(self) -> ArenaView | RemoteArena | None:
+        """Where the bytes of this client's slots and leases lie: the mapping of the pool, or for a client on another
+        host memory of its own. None while not attached, and on another host without staging_bytes.
+        """
         attached = self._connection.attached
         return attached.arena if attached else None
 
@@ -380,6 +401,22 @@ class Client:
         Raises:
             InvalidRequest: another namespace was opened meanwhile.
         """
+        reservation, attached = self.reserve_slots(count, kv_group, wait_s, keys, namespace)
+        if not isinstance(attached.arena, RemoteArena):
+            return reservation
+        assert attached.namespace is not None
+        block_bytes = attached.namespace.group_bytes[kv_group]
+        places, marks = attached.arena.stage(reservation.offsets, reservation.epochs, block_bytes)
+        if len(places) == len(reservation.offsets):
+            return dataclasses.replace(reservation, offsets=places, epochs=marks)
+        got = len(places)
+        self._abort_slots(attached, reservation.offsets[got:], reservation.epochs[got:])
+        return dataclasses.replace(reservation, offsets=places, epochs=marks, shortfall="staging")
+
+    def reserve_slots(
+        self, count: int, kv_group: int, wait_s: float, keys: Sequence[bytes], namespace: Namespace | None
+    ) -> tuple[Reservation, Attached]:
+        """As reserve(), with slots of the pool in any case; for this package."""
         request_id = 0
 
         def build(at: Attached) -> tuple[str, engine_pb2.ReserveRequest]:
@@ -395,7 +432,7 @@ class Client:
                 request_id=request_id,
             )
 
-        reply, _ = self._connection.ask(build, wait_s=wait_s)
+        reply, attached = self._connection.ask(build, wait_s=wait_s)
         return Reservation(
             generation=reply.generation,
             offsets=offsets_array(reply.offsets),
@@ -403,7 +440,7 @@ class Client:
             shortfall=_SHORTFALL_WORDS.get(reply.shortfall, "unknown"),
             exists=np.frombuffer(reply.exists, dtype=np.bool_),
             request_id=request_id,
-        )
+        ), attached
 
     def give_up(self, reservation: Reservation) -> None:
         """Returns what was not committed of a reservation, in the background. For callers that do not know what was,
@@ -436,6 +473,24 @@ class Client:
         Raises:
             StaleGeneration: the slots were of an earlier life of the daemon; nothing is lost but them.
         """
+        arena = self._attached_to(generation).arena
+        if not isinstance(arena, RemoteArena):
+            return self.commit_slots(generation, offsets, epochs, keys, kv_group, parent)
+        places = [int(offset) for offset in offsets]
+        outcomes = self.commit_slots(generation, *arena.send_staged(places), keys, kv_group, parent)
+        arena.unstage(places)
+        return outcomes
+
+    def commit_slots(
+        self,
+        generation: bytes,
+        offsets: Iterable[int] | Offsets,
+        epochs: Epochs | None,
+        keys: Sequence[bytes],
+        kv_group: int,
+        parent: bytes | None,
+    ) -> npt.NDArray[np.uint8]:
+        """As commit(), with slots of the pool in any case; for this package."""
         attached = self._attached_to(generation)
         request = engine_pb2.CommitRequest(
             session=attached.session,
@@ -455,6 +510,12 @@ class Client:
             attached = self._attached_to(generation)
         except StaleGeneration:
             return 0
+        if isinstance(attached.arena, RemoteArena):
+            offsets, epochs = attached.arena.unstage([int(offset) for offset in offsets])
+        return self._abort_slots(attached, offsets, epochs)
+
+    def _abort_slots(self, attached: Attached, offsets: Iterable[int] | Offsets, epochs: Epochs | None) -> int:
+        """As abort(), with slots of the pool."""
         request = engine_pb2.AbortRequest(
             session=attached.session, offsets=_packed(offsets), epochs=_packed_epochs(epochs)
         )
@@ -471,7 +532,7 @@ class Client:
         """
         if not queries:
             return []
-        reply, _ = self._connection.ask(
+        reply, attached = self._connection.ask(
             lambda at: (
                 "Acquire",
                 engine_pb2.AcquireRequest(
@@ -482,7 +543,19 @@ class Client:
                 ),
             )
         )
-        return [_lease(reply.generation, grant) for grant in reply.grants]
+        leases = [_lease(reply.generation, grant) for grant in reply.grants]
+        if not isinstance(attached.arena, RemoteArena):
+            return leases
+        here: list[Lease] = []
+        try:
+            for (group, _), lease in zip(queries, leases, strict=True):
+                here.append(self._fetched(attached, lease, group))
+        except BaseException:
+            for lease in here:
+                attached.arena.discard(lease.offsets, lease.epochs)
+            self._release(attached, [lease.id for lease in leases if lease.id], remove=False)
+            raise
+        return here
 
     def claim(self, keys: Sequence[bytes], *, kv_group: int = 0) -> Lease:
         """As acquire for one run, and exclusive, as drop_select: each block is in the claim of one caller at most. What
@@ -499,13 +572,18 @@ class Client:
         Args:
             remove: Only for leases of claim: the blocks leave every tier.
         """
+        leases = list(leases)
         attached = self._connection.attached
         if attached is None:
             self._connection.check_usable()
             return 0
+        if isinstance(attached.arena, RemoteArena):
+            for lease in leases:
+                attached.arena.discard(lease.offsets, lease.epochs)
         ids = [lease.id for lease in leases if lease.id and lease.generation == attached.generation]
-        if not ids:
-            return 0
+        return self._release(attached, ids, remove=remove) if ids else 0
+
+    def _release(self, attached: Attached, ids: Sequence[int], *, remove: bool) -> int:
         request = engine_pb2.ReleaseRequest(session=attached.session, leases=ids, remove=remove)
         return int(self._connection.call("Release", request, attached).released)
 
@@ -544,12 +622,41 @@ class Client:
                 attached,
             )
             raise NoMapping(
-                f"{self.endpoint} is reached over the network, and the mapping of its pool is not: connect on the "
-                "daemon's host (unix:PATH)"
+                f"{self.endpoint} is reached over the network, and this client has no memory for its blocks: connect "
+                "with staging_bytes, or on the daemon's host (unix:PATH)"
             )
         assert attached.namespace is not None
+        if isinstance(attached.arena, RemoteArena):
+            try:
+                lease = self._fetched(attached, lease, kv_group, wait_s=timeout_s, whole=drop)
+            except BaseException:
+                with contextlib.suppress(KVStoreError):
+                    self._release(attached, [lease.id], remove=False)
+                raise
         block_bytes = attached.namespace.group_bytes[kv_group]
         return Found(attached.arena, lease.id, lease.offsets, lease.epochs, block_bytes), attached
+
+    @staticmethod
+    def _fetched(
+        attached: Attached, lease: Lease, kv_group: int, *, wait_s: float | None = None, whole: bool = False
+    ) -> Lease:
+        """A lease whose bytes were brought to this host, as far as they could be.
+
+        Args:
+            wait_s: How long to wait for room here; None: a run that is too long is cut.
+            whole: All of it or an error: who takes blocks away must have seen each of them.
+
+        Raises:
+            LimitExceeded: there will never be room here for so many blocks.
+            RetryLater: the bytes did not come.
+        """
+        arena, namespace = attached.arena, attached.namespace
+        assert isinstance(arena, RemoteArena) and namespace is not None
+        places, marks = arena.fetch(lease.offsets, lease.epochs, namespace.group_bytes[kv_group], wait_s)
+        if whole and len(places) < len(lease.offsets):
+            arena.discard(places, marks)
+            raise RetryLater("not all of the blocks could be brought to this host; they stay where they are")
+        return dataclasses.replace(lease, offsets=places, epochs=marks)
 
     @staticmethod
     def _check_epochs(found: Found, attached: Attached) -> None:
@@ -562,6 +669,8 @@ class Client:
         session, lease_id = attached.session, found.lease_id
 
         def release(*, remove: bool = False, hold: bool = False) -> None:
+            if isinstance(attached.arena, RemoteArena) and not hold:
+                attached.arena.discard(found.offsets, found.epochs)
             request = engine_pb2.ReleaseRequest(session=session, leases=[lease_id], remove=remove, hold=hold)
             if remove:
                 self._connection.call("Release", request, attached)

@@ -219,6 +219,31 @@ class Settings(pydantic.BaseModel):
         help="File with the bearer token that every call on a HOST:PORT listener must carry. Calls on a Unix socket "
         "need none: the socket's permissions decide.",
     )
+    data_listen: Address | None = _field(
+        "endpoint",
+        None,
+        metavar="HOST:PORT",
+        help="Where the bytes of blocks travel for clients of other hosts and for peers. Default: the HOST of the "
+        "first HOST:PORT listener and a free port, which clients learn when they attach.",
+    )
+    tls_cert: Path | None = _field(
+        "file",
+        None,
+        help="Certificate (PEM, with its chain) of the HOST:PORT listeners and of the data port, which then speak TLS.",
+    )
+    tls_key: Path | None = _field("file", None, help="Key of --tls-cert (PEM).")
+    tls_ca: Path | None = _field(
+        "file",
+        None,
+        help="CA certificates (PEM) that those of peers, and of clients where --tls-clients says so, must come from. "
+        "Default: those of the system, for peers.",
+    )
+    tls_clients: Literal["any", "verified"] = _field(
+        "choice",
+        "any",
+        metavar="any|verified",
+        help="verified: clients on HOST:PORT must show a certificate that --tls-ca signed.",
+    )
     hugepages: Literal["auto", "hugetlb", "thp", "off"] = _field(
         "choice",
         "auto",
@@ -304,6 +329,7 @@ class Settings(pydantic.BaseModel):
                     f"--listen {endpoint} can be reached from other machines and needs --token-file FILE"
                     " (or listen on 127.0.0.1 or a Unix socket)"
                 )
+        self._check_network()
         given = [kind for kind, first in zip(KINDS, (self.disk_dir, self.redis_url), strict=True) if first]
         for kind, first in zip(KINDS, ("dir", "url"), strict=True):
             if self.tiers and kind in given and kind not in self.tiers:
@@ -328,6 +354,29 @@ class Settings(pydantic.BaseModel):
                 f" it takes {self.keys_max * _KEY_WIRE_BYTES_MAX}"
             )
         return self
+
+    def _check_network(self) -> None:
+        """Rules about the data port, TLS and peers."""
+        if self.data_listen is not None:
+            if self.data_listen.is_unix or self.first_tcp is None:
+                raise ValueError("--data-listen is HOST:PORT, and needs a --listen HOST:PORT beside it")
+            if not self.data_listen.is_loopback and self.token_file is None:
+                raise ValueError(
+                    f"--data-listen {self.data_listen} can be reached from other machines and needs --token-file FILE"
+                )
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("--tls-cert and --tls-key go together")
+        if self.tls_cert is not None and self.first_tcp is None:
+            raise ValueError("--tls-cert is for HOST:PORT listeners, and there is none")
+        if self.tls_ca is not None and self.tls_cert is None:
+            raise ValueError("--tls-ca needs --tls-cert and --tls-key")
+        if self.tls_clients == "verified" and self.tls_ca is None:
+            raise ValueError("--tls-clients verified needs --tls-ca FILE")
+
+    @property
+    def first_tcp(self) -> Endpoint | None:
+        """The first listener on HOST:PORT."""
+        return next((endpoint for endpoint in self.listen if not endpoint.is_unix), None)
 
     @property
     def tier_order(self) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ import grpc
 from kvstore.arena import ArenaView
 from kvstore.blocks import Namespace
 from kvstore.calls import Calls, FramedCalls, GrpcCalls
+from kvstore.data_link import DataLink, Pass, data_endpoint
 from kvstore.endpoint import Endpoint
 from kvstore.errors import (
     CallerMistake,
@@ -29,8 +30,11 @@ from kvstore.errors import (
 )
 from kvstore.handoff import SUFFIX as HANDOFF_SUFFIX
 from kvstore.handoff import receive
+from kvstore.remote import RemoteArena, RemoteOptions
+from kvstore.staging import Staging
 from kvstore.wire.channel import open_channel
 from kvstore.wire.convert import error_of
+from kvstore.wire.tls import Tls
 from kvstore.wire.v1 import engine_pb2, engine_pb2_grpc
 
 Reply = TypeVar("Reply")
@@ -47,14 +51,14 @@ class Attached:
     """One session with one life of a daemon.
 
     Attributes:
-        arena: The mapping; None where this client cannot have it.
+        arena: The mapping, or what stands in for it on another host; None where this client wants neither.
         digest: Digest of the namespace that was opened; empty where none was.
         calls: How calls within this session are made.
     """
 
     session: bytes
     generation: bytes
-    arena: ArenaView | None
+    arena: ArenaView | RemoteArena | None
     namespace: Namespace | None
     digest: bytes
     block_size: int
@@ -69,6 +73,7 @@ class Connection:
         patient: Whether calls wait (up to their timeout) for a daemon that is away, or fail at once.
         prefault: Whether to make page-table entries for the pool in the background, so that copies do not stop for
             faults.
+        remote: What to do where the pool cannot be mapped; None: without the bytes of blocks.
     """
 
     def __init__(
@@ -81,6 +86,8 @@ class Connection:
         timeout_s: float,
         patient: bool,
         prefault: bool,
+        tls: Tls | None,
+        remote: RemoteOptions | None,
     ) -> None:
         self.endpoint = endpoint
         self.timeout_s = timeout_s
@@ -90,7 +97,10 @@ class Connection:
         self._request = request
         self._namespace = namespace
         self._prefault_wanted = prefault
-        self._channel = open_channel(endpoint, token)
+        self._tls = tls
+        self._remote = remote
+        self._staging: Staging | None = None
+        self._channel = open_channel(endpoint, token, tls)
         self._stub: Any = engine_pb2_grpc.EngineStub(self._channel)
         self._grpc_calls = GrpcCalls(self._channel, endpoint)
         self._changed = threading.Condition()  # guards the fields below
@@ -299,41 +309,47 @@ class Connection:
             self._attached = attached
             self._last_error = None
             self._changed.notify_all()
-        if attached.arena is not None and self._prefault_wanted:
+        if isinstance(attached.arena, ArenaView) and self._prefault_wanted:
             threading.Thread(
                 target=self._prefault, args=(weakref.ref(attached.arena),), name="kvstore-prefault", daemon=True
             ).start()
         try:
             for event in stream:
-                if event.HasField("population") and attached.arena is not None:
+                if event.HasField("population") and isinstance(attached.arena, ArenaView):
                     attached.arena.populated_bytes = event.population.populated_bytes
                     self._population.set()
         except grpc.RpcError as gone:
             # The daemon has gone, or this client was closed. gRPC raises the stream itself, which this client keeps:
             # its traceback would keep this frame, and with it the mapping.
             gone.with_traceback(None)
+        finally:
+            if isinstance(attached.arena, RemoteArena):
+                attached.arena.close()
         return True
 
     def _settle(self, welcome: engine_pb2.Welcome) -> Attached:
         """Maps the pool and opens the namespace."""
         calls: Calls
-        arena = handoff = None
+        arena: ArenaView | RemoteArena | None = None
+        handoff = None
         # A client in a container sees the socket's folder under another name than the daemon: go by its own.
         path = self.endpoint.path + HANDOFF_SUFFIX if self.endpoint.is_unix else welcome.handoff_path
         if path and (self.endpoint.is_unix or (self.endpoint.is_loopback and os.path.exists(path))):
             handoff = receive(path, welcome.session, self.timeout_s)
             try:
-                arena = ArenaView(handoff.pool_fd, handoff.epochs_fd, handoff.size_bytes, welcome.generation)
+                arena = view = ArenaView(handoff.pool_fd, handoff.epochs_fd, handoff.size_bytes, welcome.generation)
             except BaseException:
                 handoff.connection.close()
                 raise
             finally:
                 os.close(handoff.pool_fd)
                 os.close(handoff.epochs_fd)
-            arena.populated_bytes = welcome.populated_bytes
+            view.populated_bytes = welcome.populated_bytes
             # The connection is the session's life. It ends with the last view of the mapping, not with this object, so
             # that no slot is given to others under a reader.
-            arena.on_unmapped(handoff.connection.close)
+            view.on_unmapped(handoff.connection.close)
+        else:
+            arena = self._open_remote(welcome)
         calls = self._grpc_calls if handoff is None else FramedCalls(handoff.connection, self.endpoint)
         namespace, digest = self._namespace, b""
         if namespace is not None:
@@ -343,6 +359,8 @@ class Connection:
                 # Nobody has seen the mapping. The error's traceback may keep it for long, and the session with it.
                 if handoff is not None:
                     handoff.connection.close()
+                elif isinstance(arena, RemoteArena):
+                    arena.close()
                 raise
         return Attached(
             session=welcome.session,
@@ -354,6 +372,21 @@ class Connection:
             keys_max=welcome.keys_max,
             calls=calls,
         )
+
+    def _open_remote(self, welcome: engine_pb2.Welcome) -> RemoteArena | None:
+        """What stands in for the mapping: memory of this client, which lives as long as the client does."""
+        where = data_endpoint(welcome.data_address, self.endpoint)
+        if self._remote is None or where is None:
+            return None
+        if self._staging is None:
+            self._staging = Staging(self._remote.staging_bytes)
+        link = DataLink(
+            where,
+            self._tls.client_context() if self._tls is not None else None,
+            stall_s=self.timeout_s,
+            connections=self._remote.connections,
+        )
+        return RemoteArena(self._staging, link, Pass(welcome.session, welcome.generation, welcome.data_secret))
 
     def _prefault(self, arena_ref: weakref.ref[ArenaView]) -> None:
         """The thread that makes page-table entries, as far as the pool is populated."""

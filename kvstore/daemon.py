@@ -22,6 +22,7 @@ from kvstore.admin import AdminClient
 from kvstore.arena import Arena
 from kvstore.clock import Clock, SystemClock
 from kvstore.config import Settings
+from kvstore.data_port import DataPort
 from kvstore.endpoint import Endpoint, EndpointKind
 from kvstore.errors import AlreadyRunning, ConfigError, KVStoreError
 from kvstore.framed import FramedConnection
@@ -36,6 +37,7 @@ from kvstore.service import AdminService, EngineService, Gate, local_methods
 from kvstore.stats import Stats, hierarchy_stats
 from kvstore.tier import Tier
 from kvstore.transfers import WritePolicy
+from kvstore.wire.tls import Tls
 from kvstore.wire.v1 import admin_pb2, admin_pb2_grpc, engine_pb2, engine_pb2_grpc
 
 _SERVICES: Final = tuple(
@@ -98,9 +100,12 @@ class _Daemon:
             keys_max=limits.keys_max,
             sessions_max=limits.sessions_max,
             wait_s_max=limits.wait_s_max,
+            data_address=lambda: str(self._data_port.address) if self._data_port is not None else "",
         )
         self._admin = AdminService(self._hierarchy, self._gate, stats=lambda: json.dumps(self.stats()), ping=self._ping)
         self._listening: list[Endpoint] = []
+        self._tls = _tls(settings)
+        self._data_port = self._make_data_port()
         self._handoff = HandoffServer(
             self._arena.memory.fd,
             self._arena.epochs_fd,
@@ -138,6 +143,8 @@ class _Daemon:
         health_pb2_grpc.add_HealthServicer_to_server(health_service, server)
         reflection.enable_server_reflection((*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
         self._listening = [self._listen(server, endpoint) for endpoint in self._settings.listen]
+        if self._data_port is not None:
+            self._data_port.open()
         await server.start()
         for endpoint in self._listening:
             if endpoint.is_unix:
@@ -168,6 +175,8 @@ class _Daemon:
             if metrics is not None:
                 metrics.close()
             await server.stop(grace=1.0)
+            if self._data_port is not None:
+                await self._data_port.close()
             await self._handoff.close()
             for tier in self._tiers:
                 await tier.close()
@@ -182,7 +191,10 @@ class _Daemon:
         """Opens one listener; with the port that was chosen where 0 was asked."""
         before = os.umask(0o077)
         try:
-            port = server.add_insecure_port(endpoint.grpc_target)
+            if self._tls is None or endpoint.is_unix:
+                port = server.add_insecure_port(endpoint.grpc_target)
+            else:
+                port = server.add_secure_port(endpoint.grpc_target, self._tls.server_credentials())
         except RuntimeError as error:
             holder = self._who_is(endpoint)
             if holder is not None:
@@ -198,9 +210,24 @@ class _Daemon:
 
     def _who_is(self, endpoint: Endpoint) -> int | None:
         """pid of the daemon at an endpoint, if it is one and lets us ask."""
-        with contextlib.suppress(KVStoreError), AdminClient(str(endpoint), self._settings.read_token(), 1.0) as client:
-            return client.ping().pid
+        tls = Tls(self._settings.tls_ca) if self._tls is not None else None
+        with contextlib.suppress(KVStoreError):
+            with AdminClient(str(endpoint), self._settings.read_token(), 1.0, tls) as client:
+                return client.ping().pid
         return None
+
+    def _make_data_port(self) -> DataPort | None:
+        """What stands beside the listeners on HOST:PORT."""
+        control = self._settings.first_tcp
+        if control is None:
+            return None
+        return DataPort(
+            self._hierarchy,
+            self._arena.memory,
+            self._generation,
+            self._settings.data_listen or Endpoint(EndpointKind.TCP, host=control.host, port=0),
+            self._tls.server_context() if self._tls is not None else None,
+        )
 
     def _populate(self, loop: asyncio.AbstractEventLoop) -> Populator:
         progress = _progress_bar(self._arena.size_bytes)
@@ -291,9 +318,17 @@ class _Daemon:
             "block_size": self._settings.block_size,
             "listen": [str(endpoint) for endpoint in self._listening],
             **hierarchy_stats(self._hierarchy),
+            **({"data_port": self._data_port.stats()} if self._data_port is not None else {}),
             "calls": dict(self._gate.calls),
             "errors": dict(self._gate.errors),
         }
+
+
+def _tls(settings: Settings) -> Tls | None:
+    """What listeners on HOST:PORT show, and ask of clients."""
+    if settings.tls_cert is None:
+        return None
+    return Tls(settings.tls_ca if settings.tls_clients == "verified" else None, settings.tls_cert, settings.tls_key)
 
 
 def _tiers(settings: Settings, clock: Clock) -> list[Tier]:

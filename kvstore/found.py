@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import overload
 
 from kvstore.arena import ArenaView, Epochs, Offsets
+from kvstore.remote import RemoteArena
 
 
 class Found(Sequence[memoryview]):
@@ -20,7 +21,9 @@ class Found(Sequence[memoryview]):
         epochs: Their epochs when they were granted.
     """
 
-    def __init__(self, arena: ArenaView, lease_id: int, offsets: Offsets, epochs: Epochs, block_bytes: int) -> None:
+    def __init__(
+        self, arena: ArenaView | RemoteArena, lease_id: int, offsets: Offsets, epochs: Epochs, block_bytes: int
+    ) -> None:
         self.lease_id = lease_id
         self.offsets = offsets
         self.epochs = epochs

@@ -25,6 +25,7 @@ from typing import Final
 import numpy as np
 
 from kvstore.arena import Arena, Epochs, Offsets
+from kvstore.arrivals import Arrivals
 from kvstore.blocks import DIGEST_BYTES, KEY_BYTES_MAX, check_block_bytes, digest_of_identity, parse_identity
 from kvstore.clock import Clock
 from kvstore.directory import Block, BlockState, Keyspace, NamespaceEntry
@@ -84,6 +85,7 @@ class Hierarchy:
         """
         self.arena = arena
         self.pool = Pool(arena)
+        self.arrivals = Arrivals(arena, self.pool.give_back)
         self.transfers = Transfers(self.pool, tiers, write_policy, clock, self._wake, self._wake_reservers, keepers)
         self.sessions = LeaseTable(clock)
         self.namespaces: dict[bytes, NamespaceEntry] = {}
@@ -186,27 +188,40 @@ class Hierarchy:
             return ready
         return ready + await self.transfers.available(keyspace, keys[ready:])
 
+    async def present(self, keyspace: Keyspace, keys: Sequence[bytes]) -> list[bool]:
+        """Which keys are in the pool or in this daemon's own tiers, in any order. Pins nothing and changes nothing."""
+        sources = await self.transfers.own(keyspace, [key for key in keys if key not in keyspace.blocks])
+        return [key in keyspace.blocks or key in sources for key in keys]
+
     async def acquire_or_promote(
-        self, session: Session, keyspace: Keyspace, keys: Sequence[bytes], request_id: int
+        self,
+        session: Session,
+        keyspace: Keyspace,
+        keys: Sequence[bytes],
+        request_id: int,
+        *,
+        from_peer: bool = False,
     ) -> tuple[Lease | None, int]:
-        """As acquire, and brings up what follows from the tiers below.
+        """As acquire, and brings up what follows from the tiers below (for a peer, from this daemon's own).
 
         Returns:
             The lease, and how many further keys are on their way: ask again for those.
         """
         lease = self.acquire(session, keyspace, keys, request_id)
         ready = len(lease.blocks) if lease is not None else 0
-        pending = await self._promote(session, keyspace, keys, ready)
+        pending = await self._promote(session, keyspace, keys, ready, from_peer=from_peer)
         if pending:
             self.counts.misses["absent"] -= pending  # they are neither hit nor miss yet
         return lease, pending
 
-    async def _promote(self, session: Session, keyspace: Keyspace, keys: Sequence[bytes], ready: int) -> int:
+    async def _promote(
+        self, session: Session, keyspace: Keyspace, keys: Sequence[bytes], ready: int, *, from_peer: bool = False
+    ) -> int:
         """Brings up what comes after the first `ready` keys. Returns how many of those are on their way."""
         if ready == len(keys) or not self.transfers.tiers or self.draining:
             return 0
         parent = keys[ready - 1] if ready else None
-        return await self.transfers.promote(session.group, keyspace, keys[ready:], parent)
+        return await self.transfers.promote(session.group, keyspace, keys[ready:], parent, from_peer=from_peer)
 
     async def select(
         self,
@@ -484,7 +499,12 @@ class Hierarchy:
         outcomes, chain, fates = [], [], []
         for offset, key in zip(offsets, keys, strict=True):
             reservation = session.reserved.get(offset)
-            if reservation is None or reservation.keyspace is not keyspace or offset in stale:
+            if (
+                reservation is None
+                or reservation.keyspace is not keyspace
+                or offset in stale
+                or offset in self.arrivals  # its bytes are not all there
+            ):
                 outcomes.append(Outcome.NOT_RESERVED)
                 continue
             block = blocks.get(key)
@@ -522,8 +542,8 @@ class Hierarchy:
         returned = 0
         stale = self._stale(offsets, epochs)
         for offset in offsets:
-            if offset not in stale and session.reserved.pop(offset, None) is not None:
-                self.pool.give_back(session.group, offset)
+            if offset not in stale and (held := session.reserved.pop(offset, None)) is not None:
+                self.arrivals.give_back(session.group, held.keyspace, offset)
                 returned += 1
         return returned
 
@@ -572,12 +592,16 @@ class Hierarchy:
             self._changed(keyspace)
         return removed
 
-    async def delete_everywhere(self, keyspace: Keyspace, keys: Sequence[bytes]) -> int:
-        """As delete, in every tier. Returns how many keys were in the pool, or in the tier that had the most."""
+    async def delete_everywhere(self, keyspace: Keyspace, keys: Sequence[bytes], *, from_peer: bool = False) -> int:
+        """As delete, in every tier (for a peer, in this daemon's own). Returns how many keys were in the pool, or in
+        the tier that had the most.
+        """
         removed = self.delete(keyspace, keys)
-        return max(removed, await self.transfers.delete(keyspace, keys)) if self.transfers.tiers else removed
+        if not self.transfers.tiers:
+            return removed
+        return max(removed, await self.transfers.delete(keyspace, keys, from_peer=from_peer))
 
-    async def flush_everywhere(self, digest: bytes | None) -> int:
+    async def flush_everywhere(self, digest: bytes | None, *, from_peer: bool = False) -> int:
         """Removes a namespace (None: all) from every tier. Returns how many blocks were in the fullest one.
 
         Raises:
@@ -591,7 +615,7 @@ class Hierarchy:
             while step := self.flush(digest, _STEP_BLOCKS):
                 removed += step
                 await asyncio.sleep(0)  # engines come first; what they store meanwhile is flushed too
-            return max(removed, await self.transfers.delete_namespace(digest))
+            return max(removed, await self.transfers.delete_namespace(digest, from_peer=from_peer))
 
     def flush(self, digest: bytes | None, limit: int) -> int:
         """Removes up to `limit` blocks of a namespace (None: of all). Call again until it gives less than that.
@@ -628,9 +652,9 @@ class Hierarchy:
             leases, gone.leases = list(gone.leases.values()), {}
             for lease in leases:
                 self._end_lease(lease)
-            reserved, gone.reserved = list(gone.reserved), {}
-            for offset in reserved:
-                self.pool.give_back(gone.group, offset)
+            reserved, gone.reserved = list(gone.reserved.items()), {}
+            for offset, held in reserved:
+                self.arrivals.give_back(gone.group, held.keyspace, offset)
 
     # -- looking ---------------------------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from kvstore.blocks import KEY_BYTES_MAX, Namespace
 from kvstore.errors import DeadlineExceeded, InvalidRequest, KVStoreError, NoMapping, SizeMismatch
+from kvstore.remote import RemoteArena
 
 if TYPE_CHECKING:
     from kvstore.client import Client, Reservation
@@ -234,8 +235,7 @@ class Inserter:
         except KVStoreError as error:
             if coming is not None:
                 with contextlib.suppress(KVStoreError):
-                    unused = coming.result()
-                    self._client.abort(unused.generation, unused.offsets, unused.epochs)
+                    self._client.give_up(coming.result())
             # Those that are under way still count, and the caller may change its blocks once the ticket is done.
             wait(commits)
             done = counts["stored"] + counts["exists"] + sum(refused.values())
@@ -243,17 +243,24 @@ class Inserter:
         return InsertResult(counts["stored"], counts["exists"], dict(refused))
 
     def _reserve(self, keys: Sequence[bytes], job: _Job) -> Reservation:
-        return self._client.reserve(
-            len(keys), kv_group=job.kv_group, keys=keys, wait_s=_POPULATING_S, namespace=job.namespace
-        )
+        return self._client.reserve_slots(len(keys), job.kv_group, _POPULATING_S, keys, job.namespace)[0]
 
     def _copy(self, slots: Reservation, blocks: Sequence[Bytes]) -> None:
         arena = self._client.arena
+        if isinstance(arena, RemoteArena) and arena.generation == slots.generation:
+            # From where the caller has them; no copy is made here.
+            try:
+                arena.send(slots.offsets, slots.epochs, blocks)
+            except KVStoreError:
+                self._client.give_up(slots)
+                raise
+            return
         if arena is None or arena.generation != slots.generation:
             if arena is None and self._client.attached:
-                self._client.abort(slots.generation, slots.offsets, slots.epochs)
+                self._client.give_up(slots)
                 raise NoMapping(
-                    f"{self._client.endpoint} is on another host: insert needs the daemon's host (unix:PATH)"
+                    f"{self._client.endpoint} is reached over the network, and this client has no memory for its "
+                    "blocks: connect with staging_bytes, or on the daemon's host (unix:PATH)"
                 )
             return  # the daemon was restarted: the commit will say so
         pool = arena.as_numpy()
@@ -266,8 +273,8 @@ class Inserter:
         if not keys:
             return
         try:
-            outcomes = self._client.commit(
-                slots.generation, slots.offsets, keys, kv_group=kv_group, parent=parent, epochs=slots.epochs
+            outcomes = self._client.commit_slots(
+                slots.generation, slots.offsets, slots.epochs, keys, kv_group, parent
             ).tolist()
         except KVStoreError:
             # They may have been committed all the same, and only the answer was lost.

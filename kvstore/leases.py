@@ -15,6 +15,7 @@ from kvstore.directory import Block, Keyspace, Share
 from kvstore.errors import InvalidRequest, UnknownSession
 
 _GROUP_ID_BYTES: Final = 8
+_SECRET_BYTES: Final = 32
 #: Forgotten requests that a session remembers, in case one arrives after it was forgotten. They arrive within seconds.
 _FORGOTTEN_MAX: Final = 256
 
@@ -76,6 +77,7 @@ class Session:
         reserved: The empty slots it holds, by offset.
         forgotten: Requests whose answers the client never saw and does not want any more; the last few.
         mapped: Whether it was given the mapping.
+        data_secret: Proves on the data port that a request is this session's.
     """
 
     id: bytes
@@ -88,6 +90,7 @@ class Session:
     forgotten: deque[int] = dataclasses.field(default_factory=lambda: deque(maxlen=_FORGOTTEN_MAX))
     mapped: bool = False
     ended: bool = False
+    data_secret: bytes = dataclasses.field(default_factory=lambda: secrets.token_bytes(_SECRET_BYTES), repr=False)
 
 
 class LeaseTable:

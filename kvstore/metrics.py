@@ -98,6 +98,22 @@ def _transfers_queued(stats: Stats) -> Iterator[Sample]:
         yield (), float(stats["transfers"]["queued_bytes"])
 
 
+def _data_bytes(stats: Stats) -> Iterator[Sample]:
+    if port := stats.get("data_port"):
+        yield ("sent",), float(port["sent_bytes"])
+        yield ("received",), float(port["received_bytes"])
+
+
+def _data_events(stats: Stats) -> Iterator[Sample]:
+    for event, value in stats.get("data_port", {}).get("events", {}).items():
+        yield (event,), float(value)
+
+
+def _data_connections(stats: Stats) -> Iterator[Sample]:
+    if port := stats.get("data_port"):
+        yield (), float(port["connections"])
+
+
 def _info(stats: Stats) -> Iterator[Sample]:
     yield (stats["version"], stats["generation"]), 1.0
 
@@ -262,6 +278,21 @@ FAMILIES: Final[tuple[Family, ...]] = (
         _transfers_queued,
     ),
     Family("kvstore_bytes", "counter", "Bytes stored and read.", ("direction",), _counts("bytes")),
+    Family(
+        "kvstore_data_bytes",
+        "counter",
+        "Bytes of blocks to and from other hosts over the data port.",
+        ("direction",),
+        _data_bytes,
+    ),
+    Family(
+        "kvstore_data_events",
+        "counter",
+        "Transfers over the data port, and what went wrong there. garbage rises: something that is no client calls.",
+        ("event",),
+        _data_events,
+    ),
+    Family("kvstore_data_connections", "gauge", "Open connections of the data port.", (), _data_connections),
     Family("kvstore_calls", "counter", "gRPC calls.", ("method",), _counts("calls")),
     Family("kvstore_errors", "counter", "gRPC calls that failed.", ("status",), _counts("errors")),
 )

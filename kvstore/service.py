@@ -120,6 +120,7 @@ class EngineService(_Servicer, engine_pb2_grpc.EngineServicer):
 
     Args:
         handoff_path: Where clients of this host get the mapping; empty where no listener is a Unix socket.
+        data_address: Where bytes travel for the others; empty where no listener is on TCP.
     """
 
     def __init__(
@@ -133,9 +134,11 @@ class EngineService(_Servicer, engine_pb2_grpc.EngineServicer):
         keys_max: int,
         sessions_max: int,
         wait_s_max: float,
+        data_address: Callable[[], str],
     ) -> None:
         super().__init__(gate)
         self._hierarchy = hierarchy
+        self._data_address = data_address
         self._generation = generation
         self._block_size = block_size
         self._handoff_path = handoff_path
@@ -173,6 +176,8 @@ class EngineService(_Servicer, engine_pb2_grpc.EngineServicer):
                     block_size=self._block_size,
                     keys_max=self._keys_max,
                     populated_bytes=told,
+                    data_address=self._data_address(),
+                    data_secret=session.data_secret,
                 )
             )
             while not session.ended:
@@ -229,6 +234,13 @@ class EngineService(_Servicer, engine_pb2_grpc.EngineServicer):
         return engine_pb2.LookupReply(available=await self._hierarchy.available(keyspace, request.keys))
 
     @_method
+    async def Stat(self, request: engine_pb2.StatRequest, context: Any) -> Any:
+        _, keyspace = self._session_and_keyspace(request.session, request.namespace, request.group)
+        self._check_count(len(request.keys))
+        present = await self._hierarchy.present(keyspace, request.keys)
+        return engine_pb2.StatReply(present=bytes(present), block_bytes=keyspace.block_bytes)
+
+    @_method
     async def Acquire(self, request: engine_pb2.AcquireRequest, context: Any) -> Any:
         hierarchy = self._hierarchy
         session = hierarchy.sessions.session(request.session)
@@ -240,7 +252,9 @@ class EngineService(_Servicer, engine_pb2_grpc.EngineServicer):
             generation=self._generation + session.group.id,
             grants=[
                 self._granted(
-                    *await hierarchy.acquire_or_promote(session, keyspace, list(query.keys), request.request_id)
+                    *await hierarchy.acquire_or_promote(
+                        session, keyspace, list(query.keys), request.request_id, from_peer=request.from_peer
+                    )
                 )
                 for keyspace, query in zip(keyspaces, request.queries, strict=True)
             ],
@@ -331,7 +345,8 @@ class EngineService(_Servicer, engine_pb2_grpc.EngineServicer):
     async def Delete(self, request: engine_pb2.DeleteRequest, context: Any) -> Any:
         _, keyspace = self._session_and_keyspace(request.session, request.namespace, request.group)
         self._check_count(len(request.keys))
-        return engine_pb2.DeleteReply(removed=await self._hierarchy.delete_everywhere(keyspace, request.keys))
+        removed = await self._hierarchy.delete_everywhere(keyspace, request.keys, from_peer=request.from_peer)
+        return engine_pb2.DeleteReply(removed=removed)
 
     # -- helpers ---------------------------------------------------------------------------------------------------
 
@@ -411,7 +426,8 @@ class AdminService(_Servicer, admin_pb2_grpc.AdminServicer):
 
     @_method
     async def Flush(self, request: admin_pb2.FlushRequest, context: Any) -> Any:
-        return admin_pb2.FlushReply(removed=await self._hierarchy.flush_everywhere(_digest(request.namespace)))
+        digest = _digest(request.namespace)
+        return admin_pb2.FlushReply(removed=await self._hierarchy.flush_everywhere(digest, from_peer=request.from_peer))
 
     async def Prefetch(
         self, request: admin_pb2.PrefetchRequest, context: Any

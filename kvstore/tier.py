@@ -89,9 +89,12 @@ class Tier(abc.ABC):
 
     Attributes:
         name: What stats, metrics and settings call it.
+        asks_others: Whether it only looks at what other daemons have: nothing is copied down to it, and it is not asked
+            on behalf of another daemon, so that two that name each other do not go round in circles.
     """
 
     name: str
+    asks_others: bool = False
 
     @property
     @abc.abstractmethod

@@ -94,6 +94,8 @@ class Transfers:
         keepers: Sequence[Tier] = (),
     ) -> None:
         self.tiers = tuple(tiers)
+        #: Those that copies are made in.
+        self._below = tuple(tier for tier in tiers if not tier.asks_others)
         self.counts: Counter[str] = Counter()
         self.held: set[Block] = set()
         self.filling: dict[int, Promotion] = {}
@@ -120,7 +122,7 @@ class Transfers:
         self._held_names: Counter[bytes] = Counter()
         self._flushing: Counter[bytes | None] = Counter()
         self._tasks: set[asyncio.Task[None]] = set()
-        if self.tiers:
+        if self._below:
             pool.may_leave = self._may_leave
             pool.leaves = self._leaves
             pool.leaving_bytes = lambda: self._queued_bytes
@@ -131,10 +133,12 @@ class Transfers:
 
     def offer(self, blocks: Iterable[Block]) -> None:
         """Takes note of blocks that were committed just now."""
+        if not self._below:
+            return
         if self._policy is WritePolicy.THROUGH:
             for block in blocks:
                 if not self._enqueue(block, leaves=False):
-                    self._later[block] = self.tiers
+                    self._later[block] = self._below
         elif self._pool.arena.size_bytes - self._pool.used_bytes < self._clean_bytes:
             self._clean_ahead()
         self._start_writing()
@@ -161,7 +165,7 @@ class Transfers:
         if block.below:
             self.counts["not_kept"] += later is not None
             # From now on the copy below is the only one: its recency is that of this block.
-            for tier in self.tiers:
+            for tier in self._below:
                 tier.touch([block.name])
         else:
             self.counts["left_without_copy"] += 1
@@ -178,7 +182,7 @@ class Transfers:
         block.pins += 1
         self.held.add(block)
         self._held_names[block.name] += 1
-        self._queue.append(_Copy(block, leaves, self.tiers if tiers is None else tiers))
+        self._queue.append(_Copy(block, leaves, self._below if tiers is None else tiers))
         return True
 
     def _catch_up(self) -> None:
@@ -187,7 +191,7 @@ class Transfers:
             block = next(iter(self._later))
             tiers = self._later.pop(block)
             # Where it goes to some tiers only, it has a copy in another one.
-            if block.state is BlockState.READY and (tiers != self.tiers or not block.below):
+            if block.state is BlockState.READY and (tiers != self._below or not block.below):
                 self._enqueue(block, leaves=False, tiers=tiers)
 
     def _start_writing(self) -> None:
@@ -203,7 +207,7 @@ class Transfers:
     async def _copy_down(self, batch: list[_Copy]) -> None:
         lost: set[Block] = set()
         try:
-            for tier in self.tiers:
+            for tier in self._below:
                 # Removed by a caller while it waited: nobody wants a copy.
                 blocks = [
                     copy.block
@@ -264,7 +268,14 @@ class Transfers:
         return self._run(keyspace, keys, await self._sources(keyspace, keys))
 
     async def promote(
-        self, group: Share, keyspace: Keyspace, keys: Sequence[bytes], parent: bytes | None, *, chained: bool = True
+        self,
+        group: Share,
+        keyspace: Keyspace,
+        keys: Sequence[bytes],
+        parent: bytes | None,
+        *,
+        chained: bool = True,
+        from_peer: bool = False,
     ) -> int:
         """Brings keys up that are not in the pool. Returns how many of them, from the first on, are on their way.
 
@@ -272,8 +283,9 @@ class Transfers:
             group: Whose share the blocks are counted in.
             parent: The key before keys[0], if any.
             chained: Whether each key continues the one before it.
+            from_peer: Whether another daemon asks: only this one's own tiers are looked at.
         """
-        sources = await self._sources(keyspace, keys)
+        sources = await self._sources(keyspace, keys, from_peer=from_peer)
         # The tiers may have taken their time: keys were committed, and other callers began to bring them up.
         run = self._run(keyspace, keys, sources)
         wanted = [
@@ -304,12 +316,19 @@ class Transfers:
             self._spawn(self._bring_up(source, batch))
         return run
 
-    async def _sources(self, keyspace: Keyspace, keys: Sequence[bytes]) -> list[Tier | None]:
+    async def own(self, keyspace: Keyspace, keys: Sequence[bytes]) -> set[bytes]:
+        """Which of these keys are in this daemon's own tiers, or on their way up."""
+        sources = await self._sources(keyspace, keys, from_peer=True)
+        return {key for key, source in zip(keys, sources, strict=True) if source or key in keyspace.coming}
+
+    async def _sources(
+        self, keyspace: Keyspace, keys: Sequence[bytes], *, from_peer: bool = False
+    ) -> list[Tier | None]:
         """The fastest tier that has each key."""
         names = [keyspace.prefix + key for key in keys]
         now = self._clock.monotonic()
         sources: list[Tier | None] = [None] * len(keys)
-        for tier in self.tiers:
+        for tier in self._asked(from_peer):
             missing = [index for index, source in enumerate(sources) if source is None]
             if not missing or tier.state is TierState.FAILED:
                 continue
@@ -362,12 +381,15 @@ class Transfers:
             if outcome is ReadOutcome.OK and not promotion.cancelled and key not in keyspace.blocks:
                 parent = keyspace.blocks.get(promotion.parent) if promotion.parent is not None else None
                 block = self._pool.place(key, keyspace, promotion.offset, parent, promotion.group)
-                block.below = True
+                block.below = not tier.asks_others
                 self._pool.touch([block])
                 keyspace.fresh[key] = tier.name
-                others = tuple(keeper for keeper in self._keepers if keeper is not tier)
-                if others and not self._enqueue(block, leaves=False, tiers=others):
-                    self._later[block] = others
+                if tier.asks_others:
+                    self.offer([block])  # from here on this daemon has it, and the other one may lose it
+                else:
+                    others = tuple(keeper for keeper in self._keepers if keeper is not tier)
+                    if others and not self._enqueue(block, leaves=False, tiers=others):
+                        self._later[block] = others
             else:
                 self._pool.give_back(promotion.group, promotion.offset)
         if outcome in (ReadOutcome.FAILED, ReadOutcome.BUFFER_LOST):
@@ -383,16 +405,16 @@ class Transfers:
 
     # -- removal ---------------------------------------------------------------------------------------------------
 
-    async def delete(self, keyspace: Keyspace, keys: Sequence[bytes]) -> int:
-        """Removes keys from every tier, and stops those that are on their way up. Returns the most that one tier
-        had.
+    async def delete(self, keyspace: Keyspace, keys: Sequence[bytes], *, from_peer: bool = False) -> int:
+        """Removes keys from every tier (for a peer, from this daemon's own), and stops those that are on their way up.
+        Returns the most that one tier had.
         """
         names = [keyspace.prefix + key for key in keys]
         self._removing.update(names)
         try:
             for key in keys:
                 self._cancel(keyspace, key)
-            return max([await tier.delete(names) for tier in self.tiers], default=0)
+            return max([await tier.delete(names) for tier in self._asked(from_peer)], default=0)
         finally:
             self._removing.subtract(names)
             for name in names:
@@ -413,9 +435,13 @@ class Transfers:
             if not self._flushing[digest]:
                 del self._flushing[digest]
 
-    async def delete_namespace(self, digest: bytes | None) -> int:
+    async def delete_namespace(self, digest: bytes | None, *, from_peer: bool = False) -> int:
         """Removes a namespace (None: all) from every tier. Returns the most blocks that one tier had."""
-        return max([await tier.delete_namespace(digest) for tier in self.tiers], default=0)
+        return max([await tier.delete_namespace(digest) for tier in self._asked(from_peer)], default=0)
+
+    def _asked(self, from_peer: bool) -> Sequence[Tier]:
+        """The tiers that are asked; on behalf of another daemon only this one's own."""
+        return self._below if from_peer else self.tiers
 
     def _cancel(self, keyspace: Keyspace, key: bytes) -> None:
         promotion = keyspace.coming.pop(key, None)
@@ -449,7 +475,7 @@ class Transfers:
         """Copies down what is queued, and blocks that have no copy below. Returns whether all of it was done in
         time.
         """
-        left = deque(blocks) if self.tiers else deque()
+        left = deque(blocks) if self._below else deque()
         try:
             async with asyncio.timeout(timeout_s):
                 while left or not self.idle:

@@ -88,6 +88,7 @@ def _check_reservations(hierarchy: Hierarchy) -> dict[int, Keyspace]:
         for offset, reservation in session.reserved.items()
     ]
     held += [(offset, promotion.keyspace) for offset, promotion in hierarchy.transfers.filling.items()]
+    held += [(offset, keyspace) for offset, (_, keyspace) in hierarchy.arrivals.orphans.items()]
     reserved = dict(held)
     assert len(reserved) == len(held), "a slot is taken twice"
     return reserved
@@ -182,6 +183,9 @@ def _check_sums(hierarchy: Hierarchy, blocks: list[Block]) -> None:
     for session in hierarchy.sessions:
         groups.add(session.group)
         of_group[session.group] += sum(held.keyspace.slot_bytes for held in session.reserved.values())
+    for share, keyspace in hierarchy.arrivals.orphans.values():
+        groups.add(share)
+        of_group[share] += keyspace.slot_bytes
     for promotion in hierarchy.transfers.filling.values():
         groups.add(promotion.group)
         of_group[promotion.group] += promotion.keyspace.slot_bytes

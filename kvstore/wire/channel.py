@@ -10,6 +10,7 @@ import grpc
 
 from kvstore.endpoint import Endpoint
 from kvstore.wire.convert import TOKEN_KEY
+from kvstore.wire.tls import Tls
 
 _OPTIONS: Final[Sequence[tuple[str, Any]]] = (
     # The daemon states and enforces the limits; a client that had its own would fail with a message about itself.
@@ -55,7 +56,14 @@ class _TokenInterceptor(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClient
         return continuation(self._with_token(details), request)
 
 
-def open_channel(endpoint: Endpoint, token: str | None) -> grpc.Channel:
-    """A channel to a daemon; connects at the first call. The caller closes it."""
-    channel = grpc.insecure_channel(endpoint.grpc_target, options=_OPTIONS)
+def open_channel(endpoint: Endpoint, token: str | None, tls: Tls | None = None) -> grpc.Channel:
+    """A channel to a daemon; connects at the first call. The caller closes it. TLS is for HOST:PORT.
+
+    Raises:
+        ConfigError: a file of `tls` cannot be read.
+    """
+    if tls is None or endpoint.is_unix:
+        channel = grpc.insecure_channel(endpoint.grpc_target, options=_OPTIONS)
+    else:
+        channel = grpc.secure_channel(endpoint.grpc_target, tls.channel_credentials(), options=_OPTIONS)
     return grpc.intercept_channel(channel, _TokenInterceptor(token)) if token else channel

@@ -72,7 +72,7 @@ def socket_folder() -> Iterator[Path]:
 def daemon() -> Iterator[Daemon]:
     """One daemon for the tests of a module that leave it as they found it."""
     with tempfile.TemporaryDirectory(prefix="kv") as folder:
-        daemon = start_daemon(f"unix:{folder}/run/kv.sock")
+        daemon = start_daemon(f"unix:{folder}/run/kv.sock", "--listen", "127.0.0.1:0")
         try:
             assert cli.main(["ping", "--endpoint", daemon.endpoint, "--wait", str(READY_S)]) == cli.ExitCode.OK
             yield daemon

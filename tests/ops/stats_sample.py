@@ -14,7 +14,7 @@ _STATS: dict[str, Any] = {
     "uptime_s": 12.5,
     "state": "ready",
     "block_size": 64,
-    "listen": ["unix:/run/kvstore/kvstore.sock"],
+    "listen": ["unix:/run/kvstore/kvstore.sock", "0.0.0.0:7070"],
     "tiers": [
         {
             "name": "cpu",
@@ -71,6 +71,14 @@ _STATS: dict[str, Any] = {
     "removed": {"evicted": 3, "flushed": 2},
     "transfers": {"disk_write_written": 62, "queued_bytes": 4096},
     "bytes": {"stored": 62 * _BLOCK_BYTES, "read": 128 * _BLOCK_BYTES},
+    "data_port": {
+        "listen": "0.0.0.0:7071",
+        "tls": False,
+        "connections": 3,
+        "events": {"read": 9, "write": 4, "garbage": 1},
+        "sent_bytes": 18 * _BLOCK_BYTES,
+        "received_bytes": 8 * _BLOCK_BYTES,
+    },
     "calls": {"Acquire": 20},
     "errors": {"INVALID_ARGUMENT": 1},
 }

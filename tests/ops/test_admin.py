@@ -14,7 +14,19 @@ from tests.ops.stats_sample import stats_sample
 NAMESPACE = kvstore.Namespace(model="admin-test", dtype="bfloat16", block_size=16, block_bytes=64 << 10)
 
 #: Objects whose keys are names of the moment (reasons, methods, fields of an identity), not part of the tree.
-OPEN_OBJECTS = {"hits", "misses", "stores", "refused", "removed", "transfers", "bytes", "calls", "errors", "identity"}
+OPEN_OBJECTS = {
+    "hits",
+    "misses",
+    "stores",
+    "refused",
+    "removed",
+    "transfers",
+    "bytes",
+    "calls",
+    "errors",
+    "identity",
+    "events",
+}
 
 
 def shape(tree: Any) -> Any:

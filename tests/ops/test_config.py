@@ -124,6 +124,11 @@ def test_every_setting_can_be_given_in_all_three_ways(tmp_path: Path) -> None:
         "block_size": 16,
         "listen": ["unix:/a", "127.0.0.1:7070"],
         "token_file": str(token),
+        "data_listen": "127.0.0.1:7080",
+        "tls_cert": str(tmp_path / "cert.pem"),
+        "tls_key": str(tmp_path / "key.pem"),
+        "tls_ca": str(tmp_path / "ca.pem"),
+        "tls_clients": "verified",
         "hugepages": "off",
         "populate_threads": 3,
         "drain_s": 1.5,
@@ -228,6 +233,25 @@ def test_a_listener_for_other_machines_needs_a_token(tmp_path: Path, address: st
 @pytest.mark.parametrize("address", ["127.0.0.1:7070", "[::1]:7070", "localhost:7070", "unix:/x"])
 def test_a_listener_for_this_machine_needs_none(address: str) -> None:
     assert load({"cpu_bytes": "1GB", "listen": (address,)}).read_token() is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "part"),
+    [
+        ({"data_listen": "127.0.0.1:7080"}, "--listen HOST:PORT"),
+        ({"data_listen": "unix:/x", "listen": ("127.0.0.1:7070",)}, "HOST:PORT"),
+        ({"data_listen": "0.0.0.0:7080", "listen": ("127.0.0.1:7070",)}, "--token-file"),
+        ({"tls_cert": "/cert", "listen": ("127.0.0.1:7070",)}, "--tls-key"),
+        ({"tls_cert": "/cert", "tls_key": "/key", "listen": ("unix:/x",)}, "HOST:PORT"),
+        ({"tls_ca": "/ca", "listen": ("127.0.0.1:7070",)}, "--tls-cert"),
+        (
+            {"tls_cert": "/c", "tls_key": "/k", "tls_clients": "verified", "listen": ("127.0.0.1:7070",)},
+            "--tls-ca FILE",
+        ),
+    ],
+)
+def test_network_settings_that_cannot_be(flags: dict[str, object], part: str) -> None:
+    assert part in refusal({"cpu_bytes": "1GB", **flags})
 
 
 @pytest.mark.parametrize("content", [b"", b"short", b"0123456789abcdef 0123456789abcdef", b"0123456789abcde\xff", None])

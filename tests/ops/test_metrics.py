@@ -39,6 +39,9 @@ def test_figures_keep_their_values() -> None:
     assert sample(page, "kvstore_sessions", state="attached") == 1
     assert sample(page, "kvstore_sessions", state="lingering") == 0
     assert sample(page, "kvstore_draining") == 0
+    assert sample(page, "kvstore_data_bytes_total", direction="sent") == 18 * (8 << 20)
+    assert sample(page, "kvstore_data_events_total", event="garbage") == 1
+    assert sample(page, "kvstore_data_connections") == 3
 
 
 def test_every_family_has_a_sample_in_a_busy_daemon() -> None:

@@ -345,7 +345,7 @@ def test_a_client_that_cannot_map_the_pool_says_so_and_holds_nothing(
     """As from another host, where the path of the handoff leads nowhere."""
     daemon, address, token = tcp_daemon
     monkeypatch.setattr(os.path, "exists", lambda path: False)
-    with kvstore.connect(address, NAMESPACE, token=token, timeout_s=PATIENCE_S) as client:
+    with kvstore.connect(address, NAMESPACE, token=token, timeout_s=PATIENCE_S, staging_bytes=0) as client:
         assert client.arena is None and client.attached
         assert client.insert([b"far"], [bytes(SIZE)]).wait(PATIENCE_S).refused == {"NoMapping": 1}
         with daemon.connect(NAMESPACE) as near:

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bkvstore/wire/v1/admin.proto\x12\nkvstore.v1\"\r\n\x0bPingRequest\"O\n\tPingReply\x12\x12\n\ngeneration\x18\x01 \x01(\x0c\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x0b\n\x03pid\x18\x03 \x01(\r\x12\x10\n\x08uptime_s\x18\x04 \x01(\x01\"\x0e\n\x0cStatsRequest\"\x1a\n\nStatsReply\x12\x0c\n\x04json\x18\x01 \x01(\t\"/\n\x0bListRequest\x12\x11\n\tnamespace\x18\x01 \x01(\x0c\x12\r\n\x05limit\x18\x02 \x01(\r\"m\n\x0bListedBlock\x12\x11\n\tnamespace\x18\x01 \x01(\x0c\x12\r\n\x05group\x18\x02 \x01(\r\x12\x0b\n\x03key\x18\x03 \x01(\x0c\x12\x12\n\nsize_bytes\x18\x04 \x01(\x04\x12\x0c\n\x04pins\x18\x05 \x01(\r\x12\r\n\x05tiers\x18\x06 \x03(\t\"C\n\tListReply\x12\'\n\x06\x62locks\x18\x01 \x03(\x0b\x32\x17.kvstore.v1.ListedBlock\x12\r\n\x05total\x18\x02 \x01(\x04\"!\n\x0c\x46lushRequest\x12\x11\n\tnamespace\x18\x01 \x01(\x0c\"\x1d\n\nFlushReply\x12\x0f\n\x07removed\x18\x01 \x01(\x04\"7\n\x0fPrefetchRequest\x12\x11\n\tnamespace\x18\x01 \x01(\x0c\x12\x11\n\tmax_bytes\x18\x02 \x01(\x04\"<\n\rPrefetchEvent\x12\x0e\n\x06\x62locks\x18\x01 \x01(\x04\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x0c\n\x04\x64one\x18\x03 \x01(\x08\"\"\n\x0c\x45victRequest\x12\x12\n\nfree_bytes\x18\x01 \x01(\x04\"8\n\nEvictReply\x12\x16\n\x0e\x65victed_blocks\x18\x01 \x01(\x04\x12\x12\n\nfree_bytes\x18\x02 \x01(\x04\x32\xee\x02\n\x05\x41\x64min\x12\x36\n\x04Ping\x12\x17.kvstore.v1.PingRequest\x1a\x15.kvstore.v1.PingReply\x12\x39\n\x05Stats\x12\x18.kvstore.v1.StatsRequest\x1a\x16.kvstore.v1.StatsReply\x12\x36\n\x04List\x12\x17.kvstore.v1.ListRequest\x1a\x15.kvstore.v1.ListReply\x12\x39\n\x05\x46lush\x12\x18.kvstore.v1.FlushRequest\x1a\x16.kvstore.v1.FlushReply\x12\x39\n\x05\x45vict\x12\x18.kvstore.v1.EvictRequest\x1a\x16.kvstore.v1.EvictReply\x12\x44\n\x08Prefetch\x12\x1b.kvstore.v1.PrefetchRequest\x1a\x19.kvstore.v1.PrefetchEvent0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bkvstore/wire/v1/admin.proto\x12\nkvstore.v1\"\r\n\x0bPingRequest\"O\n\tPingReply\x12\x12\n\ngeneration\x18\x01 \x01(\x0c\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x0b\n\x03pid\x18\x03 \x01(\r\x12\x10\n\x08uptime_s\x18\x04 \x01(\x01\"\x0e\n\x0cStatsRequest\"\x1a\n\nStatsReply\x12\x0c\n\x04json\x18\x01 \x01(\t\"/\n\x0bListRequest\x12\x11\n\tnamespace\x18\x01 \x01(\x0c\x12\r\n\x05limit\x18\x02 \x01(\r\"m\n\x0bListedBlock\x12\x11\n\tnamespace\x18\x01 \x01(\x0c\x12\r\n\x05group\x18\x02 \x01(\r\x12\x0b\n\x03key\x18\x03 \x01(\x0c\x12\x12\n\nsize_bytes\x18\x04 \x01(\x04\x12\x0c\n\x04pins\x18\x05 \x01(\r\x12\r\n\x05tiers\x18\x06 \x03(\t\"C\n\tListReply\x12\'\n\x06\x62locks\x18\x01 \x03(\x0b\x32\x17.kvstore.v1.ListedBlock\x12\r\n\x05total\x18\x02 \x01(\x04\"4\n\x0c\x46lushRequest\x12\x11\n\tnamespace\x18\x01 \x01(\x0c\x12\x11\n\tfrom_peer\x18\x02 \x01(\x08\"\x1d\n\nFlushReply\x12\x0f\n\x07removed\x18\x01 \x01(\x04\"7\n\x0fPrefetchRequest\x12\x11\n\tnamespace\x18\x01 \x01(\x0c\x12\x11\n\tmax_bytes\x18\x02 \x01(\x04\"<\n\rPrefetchEvent\x12\x0e\n\x06\x62locks\x18\x01 \x01(\x04\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x0c\n\x04\x64one\x18\x03 \x01(\x08\"\"\n\x0c\x45victRequest\x12\x12\n\nfree_bytes\x18\x01 \x01(\x04\"8\n\nEvictReply\x12\x16\n\x0e\x65victed_blocks\x18\x01 \x01(\x04\x12\x12\n\nfree_bytes\x18\x02 \x01(\x04\x32\xee\x02\n\x05\x41\x64min\x12\x36\n\x04Ping\x12\x17.kvstore.v1.PingRequest\x1a\x15.kvstore.v1.PingReply\x12\x39\n\x05Stats\x12\x18.kvstore.v1.StatsRequest\x1a\x16.kvstore.v1.StatsReply\x12\x36\n\x04List\x12\x17.kvstore.v1.ListRequest\x1a\x15.kvstore.v1.ListReply\x12\x39\n\x05\x46lush\x12\x18.kvstore.v1.FlushRequest\x1a\x16.kvstore.v1.FlushReply\x12\x39\n\x05\x45vict\x12\x18.kvstore.v1.EvictRequest\x1a\x16.kvstore.v1.EvictReply\x12\x44\n\x08Prefetch\x12\x1b.kvstore.v1.PrefetchRequest\x1a\x19.kvstore.v1.PrefetchEvent0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -46,17 +46,17 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LISTREPLY']._serialized_start=343
   _globals['_LISTREPLY']._serialized_end=410
   _globals['_FLUSHREQUEST']._serialized_start=412
-  _globals['_FLUSHREQUEST']._serialized_end=445
-  _globals['_FLUSHREPLY']._serialized_start=447
-  _globals['_FLUSHREPLY']._serialized_end=476
-  _globals['_PREFETCHREQUEST']._serialized_start=478
-  _globals['_PREFETCHREQUEST']._serialized_end=533
-  _globals['_PREFETCHEVENT']._serialized_start=535
-  _globals['_PREFETCHEVENT']._serialized_end=595
-  _globals['_EVICTREQUEST']._serialized_start=597
-  _globals['_EVICTREQUEST']._serialized_end=631
-  _globals['_EVICTREPLY']._serialized_start=633
-  _globals['_EVICTREPLY']._serialized_end=689
-  _globals['_ADMIN']._serialized_start=692
-  _globals['_ADMIN']._serialized_end=1058
+  _globals['_FLUSHREQUEST']._serialized_end=464
+  _globals['_FLUSHREPLY']._serialized_start=466
+  _globals['_FLUSHREPLY']._serialized_end=495
+  _globals['_PREFETCHREQUEST']._serialized_start=497
+  _globals['_PREFETCHREQUEST']._serialized_end=552
+  _globals['_PREFETCHEVENT']._serialized_start=554
+  _globals['_PREFETCHEVENT']._serialized_end=614
+  _globals['_EVICTREQUEST']._serialized_start=616
+  _globals['_EVICTREQUEST']._serialized_end=650
+  _globals['_EVICTREPLY']._serialized_start=652
+  _globals['_EVICTREPLY']._serialized_end=708
+  _globals['_ADMIN']._serialized_start=711
+  _globals['_ADMIN']._serialized_end=1077
 # @@protoc_insertion_point(module_scope)

@@ -65,10 +65,12 @@ class ListReply(_message.Message):
     def __init__(self, blocks: _Optional[_Iterable[_Union[ListedBlock, _Mapping]]] = ..., total: _Optional[int] = ...) -> None: ...
 
 class FlushRequest(_message.Message):
-    __slots__ = ("namespace",)
+    __slots__ = ("namespace", "from_peer")
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    FROM_PEER_FIELD_NUMBER: _ClassVar[int]
     namespace: bytes
-    def __init__(self, namespace: _Optional[bytes] = ...) -> None: ...
+    from_peer: bool
+    def __init__(self, namespace: _Optional[bytes] = ..., from_peer: _Optional[bool] = ...) -> None: ...
 
 class FlushReply(_message.Message):
     __slots__ = ("removed",)

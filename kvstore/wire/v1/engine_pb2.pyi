@@ -58,7 +58,7 @@ class AttachEvent(_message.Message):
     def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., population: _Optional[_Union[Population, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("session", "generation", "pool_bytes", "handoff_path", "block_size", "keys_max", "populated_bytes")
+    __slots__ = ("session", "generation", "pool_bytes", "handoff_path", "block_size", "keys_max", "populated_bytes", "data_address", "data_secret")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     POOL_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -66,6 +66,8 @@ class Welcome(_message.Message):
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     KEYS_MAX_FIELD_NUMBER: _ClassVar[int]
     POPULATED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DATA_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    DATA_SECRET_FIELD_NUMBER: _ClassVar[int]
     session: bytes
     generation: bytes
     pool_bytes: int
@@ -73,7 +75,9 @@ class Welcome(_message.Message):
     block_size: int
     keys_max: int
     populated_bytes: int
-    def __init__(self, session: _Optional[bytes] = ..., generation: _Optional[bytes] = ..., pool_bytes: _Optional[int] = ..., handoff_path: _Optional[str] = ..., block_size: _Optional[int] = ..., keys_max: _Optional[int] = ..., populated_bytes: _Optional[int] = ...) -> None: ...
+    data_address: str
+    data_secret: bytes
+    def __init__(self, session: _Optional[bytes] = ..., generation: _Optional[bytes] = ..., pool_bytes: _Optional[int] = ..., handoff_path: _Optional[str] = ..., block_size: _Optional[int] = ..., keys_max: _Optional[int] = ..., populated_bytes: _Optional[int] = ..., data_address: _Optional[str] = ..., data_secret: _Optional[bytes] = ...) -> None: ...
 
 class Population(_message.Message):
     __slots__ = ("populated_bytes",)
@@ -121,6 +125,26 @@ class LookupReply(_message.Message):
     available: int
     def __init__(self, available: _Optional[int] = ...) -> None: ...
 
+class StatRequest(_message.Message):
+    __slots__ = ("session", "namespace", "group", "keys")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    session: bytes
+    namespace: bytes
+    group: int
+    keys: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, session: _Optional[bytes] = ..., namespace: _Optional[bytes] = ..., group: _Optional[int] = ..., keys: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class StatReply(_message.Message):
+    __slots__ = ("present", "block_bytes")
+    PRESENT_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    present: bytes
+    block_bytes: int
+    def __init__(self, present: _Optional[bytes] = ..., block_bytes: _Optional[int] = ...) -> None: ...
+
 class Query(_message.Message):
     __slots__ = ("group", "keys")
     GROUP_FIELD_NUMBER: _ClassVar[int]
@@ -130,16 +154,18 @@ class Query(_message.Message):
     def __init__(self, group: _Optional[int] = ..., keys: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class AcquireRequest(_message.Message):
-    __slots__ = ("session", "namespace", "queries", "request_id")
+    __slots__ = ("session", "namespace", "queries", "request_id", "from_peer")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     QUERIES_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    FROM_PEER_FIELD_NUMBER: _ClassVar[int]
     session: bytes
     namespace: bytes
     queries: _containers.RepeatedCompositeFieldContainer[Query]
     request_id: int
-    def __init__(self, session: _Optional[bytes] = ..., namespace: _Optional[bytes] = ..., queries: _Optional[_Iterable[_Union[Query, _Mapping]]] = ..., request_id: _Optional[int] = ...) -> None: ...
+    from_peer: bool
+    def __init__(self, session: _Optional[bytes] = ..., namespace: _Optional[bytes] = ..., queries: _Optional[_Iterable[_Union[Query, _Mapping]]] = ..., request_id: _Optional[int] = ..., from_peer: _Optional[bool] = ...) -> None: ...
 
 class Grant(_message.Message):
     __slots__ = ("lease", "ready", "pending", "offsets", "epochs")
@@ -306,16 +332,18 @@ class AbortReply(_message.Message):
     def __init__(self, returned: _Optional[int] = ...) -> None: ...
 
 class DeleteRequest(_message.Message):
-    __slots__ = ("session", "namespace", "group", "keys")
+    __slots__ = ("session", "namespace", "group", "keys", "from_peer")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
+    FROM_PEER_FIELD_NUMBER: _ClassVar[int]
     session: bytes
     namespace: bytes
     group: int
     keys: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, session: _Optional[bytes] = ..., namespace: _Optional[bytes] = ..., group: _Optional[int] = ..., keys: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    from_peer: bool
+    def __init__(self, session: _Optional[bytes] = ..., namespace: _Optional[bytes] = ..., group: _Optional[int] = ..., keys: _Optional[_Iterable[bytes]] = ..., from_peer: _Optional[bool] = ...) -> None: ...
 
 class DeleteReply(_message.Message):
     __slots__ = ("removed",)

@@ -49,6 +49,11 @@ class EngineStub:
                 request_serializer=kvstore_dot_wire_dot_v1_dot_engine__pb2.LookupRequest.SerializeToString,
                 response_deserializer=kvstore_dot_wire_dot_v1_dot_engine__pb2.LookupReply.FromString,
                 _registered_method=True)
+        self.Stat = channel.unary_unary(
+                '/kvstore.v1.Engine/Stat',
+                request_serializer=kvstore_dot_wire_dot_v1_dot_engine__pb2.StatRequest.SerializeToString,
+                response_deserializer=kvstore_dot_wire_dot_v1_dot_engine__pb2.StatReply.FromString,
+                _registered_method=True)
         self.Acquire = channel.unary_unary(
                 '/kvstore.v1.Engine/Acquire',
                 request_serializer=kvstore_dot_wire_dot_v1_dot_engine__pb2.AcquireRequest.SerializeToString,
@@ -110,6 +115,13 @@ class EngineServicer:
 
     def Lookup(self, request, context):
         """Length of the leading run that is available in any tier. Pins nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Stat(self, request, context):
+        """Which keys are available, each by itself, in the pool and the daemon's own tiers: what daemons ask each other.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -189,6 +201,11 @@ def add_EngineServicer_to_server(servicer, server):
                     servicer.Lookup,
                     request_deserializer=kvstore_dot_wire_dot_v1_dot_engine__pb2.LookupRequest.FromString,
                     response_serializer=kvstore_dot_wire_dot_v1_dot_engine__pb2.LookupReply.SerializeToString,
+            ),
+            'Stat': grpc.unary_unary_rpc_method_handler(
+                    servicer.Stat,
+                    request_deserializer=kvstore_dot_wire_dot_v1_dot_engine__pb2.StatRequest.FromString,
+                    response_serializer=kvstore_dot_wire_dot_v1_dot_engine__pb2.StatReply.SerializeToString,
             ),
             'Acquire': grpc.unary_unary_rpc_method_handler(
                     servicer.Acquire,
@@ -312,6 +329,33 @@ class Engine:
             '/kvstore.v1.Engine/Lookup',
             kvstore_dot_wire_dot_v1_dot_engine__pb2.LookupRequest.SerializeToString,
             kvstore_dot_wire_dot_v1_dot_engine__pb2.LookupReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Stat(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1.Engine/Stat',
+            kvstore_dot_wire_dot_v1_dot_engine__pb2.StatRequest.SerializeToString,
+            kvstore_dot_wire_dot_v1_dot_engine__pb2.StatReply.FromString,
             options,
             channel_credentials,
             insecure,

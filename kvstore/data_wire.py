@@ -1,0 +1,349 @@
+"""The data port's language: how block bytes travel between hosts, beside gRPC, which carries control.
+
+Frames, little-endian
+    hello     from the daemon, first of all: magic, version, and a nonce of this connection.
+    request   operation, session, generation, which bytes of which slots (offsets and epochs, as they were handed out
+              over gRPC), and a tag. READ: send me these. WRITE: I want to send these. CHECK: which epochs do these
+              slots have now.
+    reply     status; with READ the bytes follow, with CHECK the epochs. After a WRITE it says GO, then the bytes
+              travel, then comes a second reply.
+Who may
+    The tag is an HMAC-SHA256 over the nonce, the request's number on its connection and all of the request, with a
+    secret that the session got over gRPC. So a request cannot be guessed, changed, or played again; the bytes
+    themselves are protected by TLS or not at all. The slots must be held by the session's group: pinned to be read,
+    reserved to be written.
+What a reader may trust
+    The daemon hands pages to the network card without a copy, so what travels may change until it has arrived. A reader
+    therefore asks with CHECK after the last byte: a slot that still has the epoch it was granted with held that very
+    block all along. Anything else is thrown away.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import errno
+import hashlib
+import hmac
+import os
+import socket
+import ssl
+import struct
+import time
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+
+from kvstore.errors import DeadlineExceeded
+
+MAGIC: Final = b"kvd1"
+SECRET_BYTES: Final = 32
+NONCE_BYTES: Final = 16
+#: Slots in one request: 12 bytes each, read before anybody has shown who he is.
+SLOTS_MAX: Final = 4096
+#: Bytes in one request of our own client. Long against a round trip, short enough for a change of mind.
+REQUEST_BYTES: Final = 32 << 20
+_TAG_BYTES: Final = 32
+#: Views in one system call, for blocks smaller than this many bytes.
+_GATHER: Final = 64
+_GATHER_BELOW_BYTES: Final = 256 << 10
+
+#: Magic, nonce.
+HELLO: Final = struct.Struct(f"<4s{NONCE_BYTES}s")
+#: Magic, operation, count, session, generation, first byte, bytes of each block.
+_REQUEST: Final = struct.Struct("<4sB3xI16s16sQQ")
+REQUEST_HEAD_BYTES: Final = _REQUEST.size + _TAG_BYTES
+#: Magic, status, bytes of text.
+_REPLY: Final = struct.Struct("<4sBxH")
+_NUMBER: Final = struct.Struct("<Q")
+_TEXT_BYTES_MAX: Final = 1024
+
+
+class Operation(enum.IntEnum):
+    READ = 1
+    WRITE = 2
+    CHECK = 3
+
+
+class Status(enum.IntEnum):
+    """How a request went."""
+
+    OK = 0
+    GO = 1  # to WRITE: send
+    STALE = 2  # session, generation or a slot is not the caller's (any more), or the tag is wrong
+    REFUSED = 3  # the caller's mistake
+
+
+class Garbage(Exception):
+    """What came is not of this language: the connection ends."""
+
+
+class Lost(Exception):
+    """The other side has gone, or closed the connection."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Request:
+    """One request.
+
+    Attributes:
+        first: First byte of each block that is meant.
+        length: How many bytes of each.
+    """
+
+    operation: Operation
+    session: bytes
+    generation: bytes
+    first: int
+    length: int
+    offsets: Sequence[int]
+    epochs: Sequence[int]
+
+    def pack(self, secret: bytes, nonce: bytes, number: int) -> bytes:
+        """Its bytes, sealed for one place on one connection."""
+        head = _REQUEST.pack(
+            MAGIC, self.operation, len(self.offsets), self.session, self.generation, self.first, self.length
+        )
+        body = np.array(self.offsets, dtype="<u8").tobytes() + np.array(self.epochs, dtype="<u4").tobytes()
+        return head + _tag(secret, nonce, number, head, body) + body
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Sealed:
+    """A request as it came: well formed, and from whoever has the secret."""
+
+    request: Request
+    _head: bytes
+    _body: bytes
+    _sent_tag: bytes
+
+    def is_from(self, secret: bytes, nonce: bytes, number: int) -> bool:
+        """Whether it was made with this secret, for this place. Takes the same time whatever the tag is."""
+        return hmac.compare_digest(_tag(secret, nonce, number, self._head, self._body), self._sent_tag)
+
+
+def body_bytes(head: bytes) -> int:
+    """How many bytes follow the head of a request.
+
+    Raises:
+        Garbage: it is not the head of one.
+    """
+    magic, _, count, *_ = _REQUEST.unpack_from(head)
+    if magic != MAGIC or not 1 <= count <= SLOTS_MAX:
+        raise Garbage("not a request")
+    return int(count) * 12
+
+
+def parse_request(head: bytes, body: bytes) -> Sealed:
+    """Reads a request.
+
+    Raises:
+        Garbage: it is none.
+    """
+    _, operation, count, session, generation, first, length = _REQUEST.unpack_from(head)
+    try:
+        kind = Operation(operation)
+    except ValueError:
+        raise Garbage(f"operation {operation}") from None
+    request = Request(
+        kind,
+        session,
+        generation,
+        first,
+        length,
+        np.frombuffer(body, "<u8", count).tolist(),
+        np.frombuffer(body, "<u4", count, offset=8 * count).tolist(),
+    )
+    return Sealed(request, head[: _REQUEST.size], body, head[_REQUEST.size :])
+
+
+def _tag(secret: bytes, nonce: bytes, number: int, head: bytes, body: bytes) -> bytes:
+    return hmac.digest(secret, nonce + _NUMBER.pack(number) + head + hashlib.sha256(body).digest(), "sha256")
+
+
+def pack_reply(status: Status, text: str = "") -> bytes:
+    """A reply; what follows it is not in it."""
+    encoded = text.encode()[:_TEXT_BYTES_MAX]
+    return _REPLY.pack(MAGIC, status, len(encoded)) + encoded
+
+
+class Stream:
+    """A connected socket that moves all of what it is given, or raises. One thread at a time, but for abandon().
+
+    Args:
+        connected: The socket; owned from here on.
+        stall_s: Longest time without a single byte.
+    """
+
+    def __init__(self, connected: socket.socket, stall_s: float) -> None:
+        self.socket = connected
+        self._stall_s = stall_s
+        self._until = float("inf")
+        self._is_plain = not isinstance(connected, ssl.SSLSocket)
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        self._armed_s = 0.0
+        self._arm(stall_s)
+
+    def limit(self, until: float = float("inf"), stall_s: float | None = None) -> None:
+        """Sets the latest end of all that follows, by time.monotonic, and the longest time without a byte."""
+        self._until = until
+        if stall_s is not None:
+            self._stall_s = stall_s
+
+    def _arm(self, seconds: float) -> None:
+        """Limits the next system calls. A plain socket blocks in the kernel, which takes whole blocks in one call;
+        Python's own time limits would have it wait for every piece.
+        """
+        seconds = max(seconds, 0.001)
+        if seconds == self._armed_s:
+            return
+        self._armed_s = seconds
+        if self._is_plain:
+            self.socket.setblocking(True)
+            limit = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+        else:
+            self.socket.settimeout(seconds)
+
+    def _before(self) -> None:
+        left = self._until - time.monotonic()
+        if left <= 0:
+            raise DeadlineExceeded("the bytes of blocks did not travel in time")
+        self._arm(min(self._stall_s, left))
+
+    def receive_into(self, room: memoryview) -> None:
+        """Fills a buffer.
+
+        Raises:
+            Lost, DeadlineExceeded: it cannot be filled.
+        """
+        at = 0
+        while at < len(room):
+            self._before()
+            with _faults():
+                # TLS hands out a record at a time, and knows no flags.
+                got = self.socket.recv_into(room[at:], 0, socket.MSG_WAITALL if self._is_plain else 0)
+            if not got:
+                raise Lost("the other side closed the data connection")
+            at += got
+
+    def receive(self, size: int) -> bytes:
+        """The next bytes."""
+        room = bytearray(size)
+        self.receive_into(memoryview(room))
+        return bytes(room)
+
+    def receive_blocks(self, rooms: Sequence[memoryview]) -> None:
+        """Fills buffers one after another."""
+        if not self._is_plain or not rooms or len(rooms[0]) >= _GATHER_BELOW_BYTES:
+            for room in rooms:
+                self.receive_into(room)
+            return
+        for start in range(0, len(rooms), _GATHER):
+            self._gather(list(rooms[start : start + _GATHER]))
+
+    def _gather(self, rooms: list[memoryview]) -> None:
+        while rooms:
+            self._before()
+            with _faults():
+                got, _, _, _ = self.socket.recvmsg_into(rooms, 0, socket.MSG_WAITALL)
+            if not got:
+                raise Lost("the other side closed the data connection")
+            _advance(rooms, got)
+
+    def send(self, data: bytes | memoryview) -> None:
+        """Sends all of it."""
+        view = memoryview(data)
+        while len(view):
+            self._before()
+            with _faults():
+                view = view[self.socket.send(view) :]
+
+    def send_blocks(self, blocks: Sequence[memoryview]) -> None:
+        """Sends buffers one after another."""
+        if not self._is_plain or not blocks or len(blocks[0]) >= _GATHER_BELOW_BYTES:
+            for block in blocks:
+                self.send(block)
+            return
+        for start in range(0, len(blocks), _GATHER):
+            several = list(blocks[start : start + _GATHER])
+            while several:
+                self._before()
+                with _faults():
+                    sent = self.socket.sendmsg(several)
+                _advance(several, sent)
+
+    @property
+    def takes_files(self) -> bool:
+        """Whether send_file works: TLS has to see the bytes."""
+        return self._is_plain
+
+    def send_file(self, fd: int, offset: int, length: int) -> None:
+        """Sends a part of a file without a copy.
+
+        Raises:
+            OSError: EINVAL: such a file cannot be sent (hugetlb pages, on most kernels); nothing was sent.
+        """
+        begin, end = offset, offset + length
+        while offset < end:
+            self._before()
+            try:
+                sent = os.sendfile(self.socket.fileno(), fd, offset, end - offset)
+            except OSError as error:
+                if error.errno == errno.EINVAL and offset == begin:
+                    raise
+                raise _meaning(error) from error
+            if not sent:
+                raise Lost("the other side closed the data connection")
+            offset += sent
+
+    def receive_reply(self) -> tuple[Status, str]:
+        """The next reply.
+
+        Raises:
+            Lost: what came is none.
+        """
+        magic, status, text_bytes = _REPLY.unpack(self.receive(_REPLY.size))
+        if magic != MAGIC or text_bytes > _TEXT_BYTES_MAX or status not in Status._value2member_map_:
+            raise Lost("what answers on the data port is not a kvstore daemon of this version")
+        return Status(status), self.receive(text_bytes).decode(errors="replace")
+
+    def abandon(self) -> None:
+        """Wakes whoever is in a call, with Lost. Any thread."""
+        try:
+            # Past ssl's own method, which would drop its state under the thread that reads.
+            socket.socket.shutdown(self.socket, socket.SHUT_RDWR)
+        except OSError:
+            pass  # it was lost already, so nobody sleeps there
+
+    def close(self) -> None:
+        """Ends the connection."""
+        self.socket.close()
+
+
+class _faults:
+    """Turns what a socket raises into errors of ours."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, OSError):
+            raise _meaning(error) from error
+
+
+def _meaning(error: OSError) -> Exception:
+    if isinstance(error, BlockingIOError | TimeoutError):
+        return DeadlineExceeded("nothing moved on the data connection for too long")
+    return Lost(f"the data connection broke: {error}")
+
+
+def _advance(views: list[memoryview], count: int) -> None:
+    """Drops the first `count` bytes of buffers."""
+    while views and count >= len(views[0]):
+        count -= len(views.pop(0))
+    if count:
+        views[0] = views[0][count:]
