@@ -131,7 +131,6 @@ class FramedCalls:
         """
         with self._sending:
             left = memoryview(self._unsent + frame if self._unsent else frame)
-            self._unsent = b""
             try:
                 while left:
                     try:
@@ -158,21 +157,24 @@ class FramedCalls:
             DeadlineExceeded: neither came in time.
         """
         while True:
-            with self._changed:
-                while self._reading and waiting.answer is None:
-                    if not self._changed.wait(deadline - time.monotonic()):
-                        raise self._late()
-                if waiting.answer is not None:
-                    return
-                if self._gone is not None:
-                    raise self._unavailable()
-                self._reading = True
+            mine = False
             try:
+                with self._changed:
+                    while self._reading and waiting.answer is None:
+                        if not self._changed.wait(deadline - time.monotonic()):
+                            raise self._late()
+                    if waiting.answer is not None:
+                        return
+                    if self._gone is not None:
+                        raise self._unavailable()
+                    mine = True  # before the next line, between which and this one an interrupt may come
+                    self._reading = True
                 self._read(waiting, deadline)
             finally:
-                with self._changed:
-                    self._reading = False
-                    self._changed.notify_all()
+                if mine:
+                    with self._changed:
+                        self._reading = False
+                        self._changed.notify_all()
 
     def _read(self, waiting: _Waiting, deadline: float) -> None:
         """Reads as the one thread that does, until this call has its answer or the connection has ended."""
