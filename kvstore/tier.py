@@ -147,7 +147,10 @@ class Tier(abc.ABC):
 
     @abc.abstractmethod
     def scan(self, digest: bytes | None = None) -> Iterator[tuple[bytes, int]]:
-        """Keys and sizes of what is there, in no order; of one namespace where a digest is given. A snapshot."""
+        """Keys and sizes of what is there, in no order; of one namespace where a digest is given.
+
+        It may be read while blocks come and go; those that do may be in it or not.
+        """
 
     @abc.abstractmethod
     def stats(self) -> Mapping[str, Any]:

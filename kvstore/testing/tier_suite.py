@@ -232,7 +232,7 @@ class TierSuite:
         assert list(tier.scan(THEIRS)) == [(name_of(3, THEIRS), 1000)]
         scan = tier.scan()
         await tier.delete_namespace(None)
-        list(scan)  # a snapshot may be read on
+        list(scan)  # it may be read on
 
     # -- space ---------------------------------------------------------------------------------------------------------
 

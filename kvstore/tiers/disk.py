@@ -204,7 +204,14 @@ class DiskTier(Tier):
         self.rebuilt = loaded.rebuilt
         self.counts["index_dropped"] += loaded.dropped
         self.committer = Committer(
-            loaded.books, loaded.index, self.folder, self.threads, self.clock, self._commit_interval_s, self.health
+            loaded.books,
+            loaded.index,
+            loaded.ledger,
+            self.folder,
+            self.threads,
+            self.clock,
+            self._commit_interval_s,
+            self.health,
         )
         self.room = Room(
             loaded.books, self.folder, self.threads, self.committer, self.health, self.clock, self._count_eviction
@@ -282,9 +289,9 @@ class DiskTier(Tier):
 
     async def keep_recency(self) -> None:
         """Writes the order of use down."""
-        used = {slab.number: slab.used.tobytes() for slab in self.books.slabs.values()}
+        assert self.committer is not None
         try:
-            await self.threads.call(Lane.KEEP, lambda: self.folder.write_recency(used))
+            await self.committer.keep_ledger()
         except OSError as error:
             self.health.note(error.errno or errno.EIO, "keeping the order of use")
 
@@ -381,7 +388,7 @@ class DiskTier(Tier):
                 self.books.remove(entry)
                 self.committer.removed(entry)
                 found += 1
-        if found:
+        if found or self.committer.spoils:
             await self.committer.flush()
         return found
 
@@ -432,8 +439,10 @@ class DiskTier(Tier):
         self.books.touch([entry for key in keys if (entry := index.get(key)) is not None and entry.tick])
 
     def scan(self, digest: bytes | None = None) -> Iterator[tuple[bytes, int]]:
-        entries = list(self.books.index.values()) if self._serves else []
-        return ((entry.key, entry.size_bytes) for entry in entries if digest is None or entry.key.startswith(digest))
+        for slab in list(self.books.slabs.values()) if self._serves else []:
+            for entry in list(slab.entries):  # one slab at a time: all of them would hold others up
+                if entry is not None and (digest is None or entry.key.startswith(digest)):
+                    yield entry.key, entry.size_bytes
 
     def _count_eviction(self, entry: Entry) -> None:
         self.counts["evicted"] += 1

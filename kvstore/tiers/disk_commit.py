@@ -1,9 +1,10 @@
 """Makes the books of a disk tier durable, in groups: data first, then the index that names it.
 
 Order within a round
-    fdatasync of every slab that new entries lie in, then one LMDB transaction with what was removed and what was added,
-    synced by its commit. Only then may extents of removed entries be written again. So the index on disk never names
-    bytes that are not there, nor an extent that holds something else.
+    fdatasync of every slab that new entries lie in; what was removed goes to the ledger, so that it stays away even if
+    the index is lost; then one LMDB transaction with what was removed and what was added, synced by its commit. Only
+    then may extents of removed entries be written again. So the index on disk never names bytes that are not there, nor
+    an extent that holds something else.
 Threads
     Books and queues belong to the loop; a round's I/O runs on the one commit thread. While it runs, new changes gather
     for the next round.
@@ -14,19 +15,23 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import errno
+from array import array
 from typing import Final, Protocol
 
 from kvstore.clock import Clock
 from kvstore.tier import TierNamespace
 from kvstore.tiers.disk_folder import DiskFolder
 from kvstore.tiers.disk_index import DiskIndex, Record
-from kvstore.tiers.disk_load import record_of
+from kvstore.tiers.disk_ledger import MARK_WORDS, Ledger, Snapshot
+from kvstore.tiers.disk_load import record_of, snapshot_of
 from kvstore.tiers.index_check import IndexDamaged
 from kvstore.tiers.io_threads import IoThreads, Lane
-from kvstore.tiers.slabs import Books, Entry, Slab
+from kvstore.tiers.slabs import SEQUENCE_MASK, Books, Entry, Slab
 
 #: Entries of one round. A transaction of more keeps the next one waiting too long.
 ROUND_MAX: Final = 8192
+#: Extents of a slab that are given back before others may run.
+_FREED_STEP: Final = 4096
 
 
 class Faults(Protocol):
@@ -42,7 +47,9 @@ class _Round:
 
     puts: list[Entry]
     deletes: list[bytes]
-    freed: list[tuple[Slab, int]]
+    freed: dict[Slab, list[int]]
+    marks: array[int]
+    snapshot: Snapshot | None
     namespaces: dict[bytes, TierNamespace | None]
     upto: int
 
@@ -52,6 +59,8 @@ class Committer:
 
     Attributes:
         rounds: How many were committed.
+        spoils: There are extents, not in the ledger yet, whose blocks nobody was told of.
+        unmarked: Removals that only the index knows of, since the disk has no room for the ledger.
         suspect: A commit failed: the index has to be opened anew before the next one.
         running_since: Clock reading of the start of the round that runs; None while none does.
     """
@@ -60,6 +69,7 @@ class Committer:
         self,
         books: Books,
         index: DiskIndex,
+        ledger: Ledger,
         folder: DiskFolder,
         threads: IoThreads,
         clock: Clock,
@@ -68,6 +78,7 @@ class Committer:
     ) -> None:
         self._books = books
         self._index = index
+        self._ledger = ledger
         self._folder = folder
         self._threads = threads
         self._clock = clock
@@ -75,13 +86,16 @@ class Committer:
         self._faults = faults
         self._puts: dict[bytes, Entry] = {}
         self._deletes: dict[bytes, None] = {}
-        self._freed: list[tuple[Slab, int]] = []
+        self._freed: dict[Slab, list[int]] = {}
+        self._marks: array[int] = array("Q")
         self._namespaces: dict[bytes, TierNamespace | None] = {}
         self._noted = 0
         self._committed = 0
         self._timer: asyncio.TimerHandle | None = None
         self._round: asyncio.Task[bool] | None = None
         self.rounds = 0
+        self.unmarked = 0
+        self.spoils = False
         self.suspect = False
         self.running_since: float | None = None
         self.closed = False
@@ -100,9 +114,18 @@ class Committer:
         """An entry was removed from the books. Its extent is free once no index names it, unless reuse is False."""
         self._puts.pop(entry.key, None)
         self._deletes[entry.key] = None
+        slab, extent = entry.slab, entry.extent
         if reuse:
-            self._freed.append((entry.slab, entry.extent))
+            self._freed.setdefault(slab, []).append(extent)
+        if not slab.dead:  # else its file goes, and all that is in it
+            self._marks.extend((slab.number, extent, slab.used[extent] & SEQUENCE_MASK))
         self._note()
+
+    def spoiled(self, slab: Slab, extent: int) -> None:
+        """A write to an extent in flight came to nothing, or nobody knows to what. No reason for a round by itself."""
+        self._marks.extend((slab.number, extent, self._books.spoil(slab, extent)))
+        self._noted += 1
+        self.spoils = True
 
     def remember(self, digest: bytes, namespace: TierNamespace | None) -> None:
         """A namespace to keep, or to forget."""
@@ -157,10 +180,13 @@ class Committer:
             [self._puts.pop(key) for key in keys],
             list(self._deletes),
             self._freed,
+            self._marks,
+            snapshot_of(self._books) if len(self._marks) // MARK_WORDS > self._ledger.room else None,
             self._namespaces,
             self._noted if whole else self._committed,
         )
-        self._deletes, self._freed, self._namespaces = {}, [], {}
+        self._deletes, self._freed, self._marks, self._namespaces = {}, {}, array("Q"), {}
+        self.spoils = False
         return taken
 
     async def _commit(self, taken: _Round) -> bool:
@@ -185,12 +211,26 @@ class Committer:
             return False
         self._committed = max(self._committed, taken.upto)
         self.rounds += 1
-        # The next one is the last one, so that neighbours are given out one after the other, upwards.
-        for slab, extent in sorted(taken.freed, key=lambda place: (place[0].number, place[1]), reverse=True):
-            self._books.free(slab, extent)
+        for slab, extents in sorted(taken.freed.items(), key=lambda item: item[0].number, reverse=True):
+            # The next one is the last one, so that neighbours are given out one after the other, upwards.
+            extents.sort(reverse=True)
+            self._books.free(slab, extents)
+            if len(extents) > _FREED_STEP:
+                await asyncio.sleep(0)  # a whole namespace went: others may run
         return not failed
 
     def _write(self, taken: _Round, records: list[Record]) -> None:
+        if taken.snapshot is not None:
+            try:
+                self._ledger.write(taken.snapshot)
+                self.unmarked = 0
+            except OSError as error:
+                # Blocks have to make room for each other on a disk that others filled, too.
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                    raise
+                self.unmarked += len(taken.marks) // MARK_WORDS
+        elif taken.marks:
+            self._ledger.append(taken.marks)
         namespaces = [digest if kept is None else kept for digest, kept in taken.namespaces.items()]
         self._index.commit(taken.deletes, records, namespaces)
 
@@ -220,11 +260,24 @@ class Committer:
     def _untake(self, taken: _Round, puts: list[Entry]) -> None:
         """A round that failed goes back in front of what came since."""
         self._deletes = dict.fromkeys(taken.deletes) | self._deletes
-        self._freed = taken.freed + self._freed
+        for slab, extents in taken.freed.items():
+            self._freed.setdefault(slab, []).extend(extents)
+        self._marks = taken.marks + self._marks
         self._namespaces = taken.namespaces | self._namespaces
         for entry in puts:
             if self._books.index.get(entry.key) is entry:
                 self._puts.setdefault(entry.key, entry)
+
+    async def keep_ledger(self) -> None:
+        """Writes down the order of use, and what is gone, as they are now.
+
+        Raises:
+            OSError: what was written before is still there.
+        """
+        snapshot = snapshot_of(self._books)
+        # On the thread of the rounds: what they append afterwards is newer, and what they appended before is in here.
+        await self._threads.call(Lane.COMMIT, lambda: self._ledger.write(snapshot))
+        self.unmarked = 0
 
     def replace_index(self, index: DiskIndex) -> None:
         """Goes on with an index that was opened anew; what is pending is tried again."""

@@ -15,15 +15,14 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.tiers.disk_index import RECORD_TYPE, Columns
+from kvstore.tiers.disk_ledger import Known
 from kvstore.tiers.extent import ALIGN_BYTES, FOOTER_BYTES
 from kvstore.tiers.index_check import IndexDamaged
-from kvstore.tiers.slabs import Books, Entry
+from kvstore.tiers.slabs import GONE, RAW, SEQUENCE_MASK, Books, Entry
 
 Rows = npt.NDArray[np.int64]
 Uses = npt.NDArray[np.uint64]
 
-#: A sequence beyond this is none: it would leave no room to count on.
-SEQUENCE_MAX: Final = 1 << 62
 _SIZE_MAX: Final = 1 << 48
 #: Entries that a policy is told of at a time.
 _TOUCH: Final = 4096
@@ -77,21 +76,24 @@ class _Places:
 
 
 def fill(
-    books: Books, chunks: Iterable[Columns], recent: Mapping[int, array[int]], stale: list[bytes], *, unique: bool
+    books: Books, chunks: Iterable[Columns], known: Known, stale: list[bytes], *, from_footers: bool
 ) -> list[Entry]:
     """Enters records. One that cannot be true is left out, and of two for one extent or one name the newer one wins.
 
+    Whatever lies in an extent without a record is gone from then on, also for a start that has to go by the footers.
+
     Args:
         books: With slabs, and nothing in them.
-        recent: By slab and extent, when it was last used, as far as that is known.
+        known: Of extents, from an earlier process.
         stale: Gets the names of what was left out.
-        unique: Names do not repeat.
+        from_footers: Records are what the footers say: names may repeat, and what is known to be gone is left out. An
+            index is right in both.
 
     Returns:
         What was entered, coldest first. No policy knows of it.
 
     Raises:
-        IndexDamaged: names do repeat, although they should not.
+        IndexDamaged: names of an index repeat.
     """
     records = _Records(chunks, stale)
     table = records.table
@@ -103,27 +105,31 @@ def fill(
     slab_rows = np.minimum(np.searchsorted(places.numbers, table["slab"]), len(places.slabs) - 1)
     sizes, sequences, extents = table["size_bytes"], table["sequence"], table["extent"].astype(np.int64)
     fits = (places.numbers[slab_rows] == table["slab"]) & (extents < places.extents[slab_rows])
-    fits &= (sizes < _SIZE_MAX) & (sequences > 0) & (sequences < SEQUENCE_MAX)
+    fits &= (sizes < _SIZE_MAX) & (sequences > 0) & (sequences < SEQUENCE_MASK)
     needed = -(-(sizes.astype(np.int64) + FOOTER_BYTES) // ALIGN_BYTES) * ALIGN_BYTES
     fits &= needed == places.strides[slab_rows]
     rows = np.flatnonzero(fits)
     rows = rows[np.argsort(sequences[rows], kind="stable")]
     at = places.starts[slab_rows] + extents
+    uses = places.column(known.used)
+    raw = (uses == 0) | (uses & RAW != 0)
+    gone = uses & GONE != 0
+    uses &= SEQUENCE_MASK
+    if from_footers:
+        rows = rows[~gone[at[rows]] | (sequences[rows] > uses[at[rows]])]
     owners = np.full(places.count, -1, dtype=np.int64)
     owners[at[rows]] = rows  # the last one stays
     rows = rows[owners[at[rows]] == rows]
-    if not unique:
+    if from_footers:
         rows = np.fromiter(dict(zip(records.names(rows), rows.tolist(), strict=True)).values(), dtype=np.int64)
     else:
         left_out = np.ones(table.size, dtype=bool)
         left_out[rows] = False
         stale += records.names(np.flatnonzero(left_out))
-    used = np.zeros(places.count, dtype=np.uint64)
-    used[at[rows]] = sequences[rows]
-    uses = places.column(recent)
-    uses[uses >= SEQUENCE_MAX] = 0
-    np.maximum(used, uses, out=used)
-    books.sequence = max(books.sequence, int(used.max(initial=0)) + 1)
+    uses[at[rows]] = np.maximum(sequences[rows], uses[at[rows]])
+    books.sequence = max(books.sequence, int(uses.max(initial=0)) + 1, known.ceiling)
+    used = np.where(raw, GONE | RAW, GONE).astype(np.uint64) | np.uint64(books.sequence - 1)
+    used[at[rows]] = uses[at[rows]]
     rows = rows[np.argsort(used[at[rows]], kind="stable")]
     entries = _entries(records.names(rows), places, slab_rows[rows], extents[rows], sizes[rows])
     books.index = dict(zip((entry.key for entry in entries), entries, strict=True))

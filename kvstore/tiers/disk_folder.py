@@ -7,7 +7,7 @@
     probe                      two pages that are written and read to see whether the medium works
     slab-00000001-69632.kv     extents of 69632 bytes, as many as the file is long
     index/data.mdb             which extent holds which block
-    recency                    by extent, when it was last used
+    recency, removed           by extent, when it was last used and whether it holds nothing any more (disk_ledger)
     index.damaged/             an index that was not whole, kept until the one built in its place is durable
     *.new                      files that are not finished; removed at open
 
@@ -23,13 +23,9 @@ import json
 import os
 import re
 import shutil
-import struct
-from array import array
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final
-
-import xxhash
 
 from kvstore.errors import ConfigError
 from kvstore.tiers.files import FileIO, Medium, probe_medium
@@ -40,17 +36,22 @@ FORMAT_KEY: Final = "kvstore_disk_format"
 FORMAT_FILE: Final = "format"
 LOCK_FILE: Final = "lock"
 PROBE_FILE: Final = "probe"
-RECENCY_FILE: Final = "recency"
 INDEX_FOLDER: Final = "index"
 DAMAGED_INDEX: Final = "index.damaged"
 UNFINISHED: Final = ".new"
 _SLAB_NAME: Final = re.compile(r"slab-([0-9a-f]{8})-([1-9][0-9]{3,15})\.kv")
-_OURS: Final = {FORMAT_FILE, LOCK_FILE, PROBE_FILE, RECENCY_FILE, INDEX_FOLDER, DAMAGED_INDEX, "lost+found"}
+_OURS: Final = {
+    FORMAT_FILE,
+    LOCK_FILE,
+    PROBE_FILE,
+    "recency",
+    "removed",
+    INDEX_FOLDER,
+    DAMAGED_INDEX,
+    "lost+found",
+}
 #: LMDB's memory map and the kernel's locks are not safe there, and a shared directory would have two owners.
 _NETWORK: Final = {"nfs", "nfs4", "cifs", "smb3", "smbfs", "ceph", "glusterfs", "lustre", "9p", "afs", "beegfs", "gpfs"}
-_RECENCY_HEAD: Final = struct.Struct("<8sII")
-_RECENCY_SLAB: Final = struct.Struct("<II")
-_RECENCY_MAGIC: Final = b"kvrecent"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -146,7 +147,7 @@ class DiskFolder:
     def _check_format(self) -> None:
         path = self.path / FORMAT_FILE
         if not path.exists():
-            self._write_whole(FORMAT_FILE, json.dumps({FORMAT_KEY: FORMAT}).encode() + b"\n")
+            self.write_whole(FORMAT_FILE, json.dumps({FORMAT_KEY: FORMAT}).encode() + b"\n")
             return
         try:
             found = json.loads(path.read_bytes())[FORMAT_KEY]
@@ -175,7 +176,7 @@ class DiskFolder:
         if damaged.exists():
             self.stray_bytes += bytes_below(damaged)
 
-    def _write_whole(self, name: str, data: bytes) -> None:
+    def write_whole(self, name: str, data: bytes) -> None:
         """A file that is there as a whole or not at all."""
         fresh = self.path / (name + UNFINISHED)
         fd = self.io.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -287,7 +288,7 @@ class DiskFolder:
             return "deleted"
         return None if now.st_ino == slab.inode else "replaced"
 
-    # -- the index and the order of use ----------------------------------------------------------------------
+    # -- the index ----------------------------------------------------------------------
 
     @property
     def index_folder(self) -> Path:
@@ -320,41 +321,6 @@ class DiskFolder:
                 self.io.allocate(fd, size_bytes, keep_size=True)
             finally:
                 os.close(fd)
-
-    def write_recency(self, used: Mapping[int, bytes]) -> None:
-        """Keeps when extents were last used.
-
-        Args:
-            used: By slab, its `used` as bytes.
-
-        Raises:
-            OSError: the old file is still there.
-        """
-        parts = [_RECENCY_HEAD.pack(_RECENCY_MAGIC, FORMAT, len(used))]
-        for number, column in used.items():
-            parts += [_RECENCY_SLAB.pack(number, len(column) // 8), column]
-        data = b"".join(parts)
-        self._write_whole(RECENCY_FILE, data + struct.pack("<Q", xxhash.xxh3_64_intdigest(data)))
-
-    def read_recency(self) -> dict[int, array[int]]:
-        """What write_recency kept; nothing where the file is not whole: then blocks are as old as their writes."""
-        try:
-            data = (self.path / RECENCY_FILE).read_bytes()
-        except OSError:
-            return {}
-        if len(data) < _RECENCY_HEAD.size + 8 or data[:8] != _RECENCY_MAGIC:
-            return {}
-        body = memoryview(data)[:-8]
-        if struct.unpack("<Q", data[-8:])[0] != xxhash.xxh3_64_intdigest(body):
-            return {}
-        used: dict[int, array[int]] = {}
-        at = _RECENCY_HEAD.size
-        for _ in range(_RECENCY_HEAD.unpack_from(body)[2]):
-            number, extents = _RECENCY_SLAB.unpack_from(body, at)
-            at += _RECENCY_SLAB.size
-            used[number] = array("Q", body[at : at + 8 * extents].tobytes())
-            at += 8 * extents
-        return used
 
 
 def holder_of(directory: Path) -> int | None:

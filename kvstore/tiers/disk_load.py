@@ -32,10 +32,11 @@ from kvstore.tiers.disk_index import (
     read_columns,
     write_index,
 )
+from kvstore.tiers.disk_ledger import Ledger, Snapshot
 from kvstore.tiers.extent import ALIGN_BYTES, FOOTER_BYTES, Footer, extent_bytes_for, parse_footer
 from kvstore.tiers.files import aligned_memory
 from kvstore.tiers.index_check import IndexDamaged
-from kvstore.tiers.slabs import INDEX_BYTES_PER_BLOCK, Books, Entry, Slab
+from kvstore.tiers.slabs import INDEX_BYTES_PER_BLOCK, RAW, Books, Entry, Slab
 
 #: Set aside for all that is neither slab nor record: LMDB's first pages, texts of namespaces, the small files.
 FIXED_BYTES: Final = 1 << 20
@@ -49,7 +50,7 @@ class Loaded:
     """What was found.
 
     Attributes:
-        books, index: Ready to be used.
+        books, index, ledger: Ready to be used.
         namespaces: What was remembered.
         rebuilt: Why the index was built from footers; empty where it was whole.
         dropped: Records that pointed nowhere, or did not fit the budget.
@@ -57,6 +58,7 @@ class Loaded:
 
     books: Books
     index: DiskIndex
+    ledger: Ledger
     namespaces: list[TierNamespace]
     rebuilt: str
     dropped: int
@@ -116,16 +118,17 @@ def _build(folder: DiskFolder, capacity_bytes: int, slabs: list[Slab], rebuilt: 
         books.charge(slab.charge_bytes)
         books.add_slab(slab)
     stale: list[bytes] = []
+    ledger = Ledger(folder)
     file = folder.index_folder / DATA_FILE
     collecting = gc.isenabled()
     # A million objects that all stay: each full collection would look at all of them again.
     gc.disable()
     try:
-        recent = folder.read_recency()
+        known = ledger.read()
         if rebuilt:
-            entries = fill(books, scan_footers(folder, slabs), recent, stale, unique=False)
+            entries = fill(books, scan_footers(folder, slabs), known, stale, from_footers=True)
         else:
-            entries = fill(books, read_columns(file) if file.exists() else (), recent, stale, unique=True)
+            entries = fill(books, read_columns(file) if file.exists() else (), known, stale, from_footers=False)
         gone, shortened = _shrink(books)
         if shortened:
             entries = [entry for entry in entries if books.index.get(entry.key) is entry]
@@ -147,7 +150,9 @@ def _build(folder: DiskFolder, capacity_bytes: int, slabs: list[Slab], rebuilt: 
             _list_free(slab)
         with contextlib.suppress(OSError):  # a disk that is full keeps nobody from reading
             folder.reserve_index(FIXED_BYTES // 2 + _blocks_max(books) * INDEX_BYTES_PER_BLOCK)
-        return Loaded(books, index, index.namespaces(), rebuilt, len(stale))
+        with contextlib.suppress(OSError):
+            ledger.write(snapshot_of(books))
+        return Loaded(books, index, ledger, index.namespaces(), rebuilt, len(stale))
     except BaseException:
         index.close()
         raise
@@ -216,13 +221,18 @@ def _warmth(slab: Slab) -> int:
 
 def _list_free(slab: Slab) -> None:
     free = np.fromiter(map(operator.not_, slab.entries), dtype=bool, count=slab.extents)
-    written = np.frombuffer(slab.used, dtype=np.uint64) > 0
+    written = np.frombuffer(slab.used, dtype=np.uint64) & RAW == 0
     slab.ready = np.flatnonzero(free & written)[::-1].tolist()
     slab.raw = np.flatnonzero(free & ~written)[::-1].tolist()
 
 
 def _blocks_max(books: Books) -> int:
     return sum(slab.extents for slab in books.slabs.values())
+
+
+def snapshot_of(books: Books) -> Snapshot:
+    """What the ledger keeps of books."""
+    return Snapshot({slab.number: slab.used.tobytes() for slab in books.slabs.values()}, books.sequence)
 
 
 def record_of(entry: Entry) -> Record:

@@ -64,6 +64,7 @@ def tier_stats(tier: DiskTier) -> dict[str, Any]:
         "slab_moves": room.stolen if room else 0,
         "commits": committer.rounds if committer else 0,
         "uncommitted": committer.pending if committer else 0,
+        "unmarked": committer.unmarked if committer else 0,
         "bounced": tier.mover.bounced,
         "rereads": tier.mover.reread,
         "lost_calls": tier.health.lost_calls,

@@ -137,7 +137,7 @@ class Writer:
 
     def _came_back(self, extents: Extents, call: asyncio.Future[Results]) -> None:
         for slab, extent in extents:
-            self._books.give_back(slab, extent)
+            self._committer.spoiled(slab, extent)
 
     async def _allocate(
         self, own: dict[int, Block], outcomes: list[WriteOutcome], extents: dict[int, tuple[Slab, int]]
@@ -165,7 +165,7 @@ class Writer:
             self._counts["writes"] += 1
             self._counts["write_bytes"] += len(buffer)
             return entry
-        self._books.give_back(slab, extent)
+        self._committer.spoiled(slab, extent)
         if code != MOVED:
             self._counts["write_errors"] += 1
             self._health.write_failed(code, "writing a block", size_bytes=len(buffer), slab=slab.number, extent=extent)

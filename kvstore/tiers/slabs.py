@@ -26,8 +26,11 @@ SLABS_MAX: Final = 256
 INDEX_BYTES_PER_BLOCK: Final = 1280
 #: What a slab takes beside its extents: the file system's own blocks.
 SLAB_OVERHEAD_BYTES: Final = 16 << 10
-#: `used` of an extent that was written with zeros and never held a block. Sequences start above it.
-PREWRITTEN: Final = 1
+#: In `used`: nothing lies in the extent, and nothing that was written up to the sequence beside it may come back.
+GONE: Final = 1 << 63
+#: In `used`, beside GONE: the extent was never written.
+RAW: Final = 1 << 62
+SEQUENCE_MASK: Final = RAW - 1
 #: Entries of the coldest end that are looked at to find the slab that is coldest.
 _COLD_SAMPLE: Final = 128
 
@@ -53,7 +56,7 @@ class Slab:
         fd: Open descriptor.
         ready, raw: Free extents, the next one last.
         entries: What lies in each extent.
-        used: By extent, the sequence of its last use; what recency is restored from.
+        used: By extent, the sequence of its last use, with GONE or RAW; what recency is restored from (disk_ledger).
         in_flight: Extents that a write goes on in.
         readers: Reads of it that go on.
         dead: It was given up; nothing goes in or out any more.
@@ -85,7 +88,7 @@ class Slab:
         self.fd = fd
         self.inode = inode
         self.entries: list[Entry | None] = [None] * extents
-        self.used = array("Q", bytes(8 * extents))
+        self.used = array("Q", [GONE | RAW]) * extents
         self.ready: list[int] = []
         self.raw: list[int] = []
         self.in_flight = 0
@@ -98,7 +101,7 @@ class Slab:
     def forget(self) -> None:
         """Empties its books."""
         self.entries = [None] * self.extents
-        self.used = array("Q", bytes(8 * self.extents))
+        self.used = array("Q", [GONE | RAW]) * self.extents
         self.count = 0
 
     @property
@@ -139,7 +142,7 @@ class Books:
         self.index: dict[bytes, Entry] = {}
         self.classes: dict[int, SlabClass] = {}
         self.slabs: dict[int, Slab] = {}
-        self.sequence = PREWRITTEN + 1
+        self.sequence = 1
         self.charged_bytes = 0
         self.payload_bytes = 0
         self.next_slab = 1
@@ -208,16 +211,25 @@ class Books:
     def give_back(self, slab: Slab, extent: int) -> None:
         """An extent in flight comes to nothing. No index names it."""
         slab.in_flight -= 1
-        self.free(slab, extent)
+        self.free(slab, [extent])
 
-    def free(self, slab: Slab, extent: int) -> None:
-        """An extent that no index names any more may be used again, once nobody reads it."""
+    def spoil(self, slab: Slab, extent: int) -> int:
+        """An extent in flight may hold a block that nobody was told of. Until which sequence it is not to come back."""
+        sequence = self.next_sequence()
+        slab.used[extent] = GONE | sequence
+        self.give_back(slab, extent)
+        return sequence
+
+    def free(self, slab: Slab, extents: Sequence[int]) -> None:
+        """Extents that no index names any more may be used again, the last one first, once nobody reads them."""
         if slab.dead:
             return
-        if (slab.number, extent) in self._reading:
-            self._freed_while_read.add((slab.number, extent))
-        else:
-            slab.ready.append(extent)
+        if slab.readers:
+            read = [extent for extent in extents if (slab.number, extent) in self._reading]
+            self._freed_while_read.update((slab.number, extent) for extent in read)
+            waiting = set(read)
+            extents = [extent for extent in extents if extent not in waiting]
+        slab.ready.extend(extents)
 
     def take_raw(self, bytes_max: int) -> tuple[Slab, int, int] | None:
         """A run of raw extents to be pre-written: slab, first extent, how many. They are in flight afterwards."""
@@ -240,7 +252,7 @@ class Books:
             (slab.ready if done else slab.raw).extend(extents)
             if done:
                 for extent in extents:
-                    slab.used[extent] = PREWRITTEN
+                    slab.used[extent] &= ~RAW
                 slab.ready.sort(reverse=True)
 
     def retire(self, slab: Slab) -> None:
@@ -279,6 +291,7 @@ class Books:
         entry = Entry(key, slab, extent, size_bytes)
         slab.in_flight -= 1
         slab.entries[extent] = entry
+        slab.used[extent] = self.next_sequence()
         slab.count += 1
         self.index[key] = entry
         self.payload_bytes += size_bytes
@@ -290,6 +303,7 @@ class Books:
         del self.index[entry.key]
         slab = entry.slab
         slab.entries[entry.extent] = None
+        slab.used[entry.extent] |= GONE
         slab.count -= 1
         self.payload_bytes -= entry.size_bytes
         self.class_of(slab.extent_bytes).policy.forget(entry)

@@ -15,6 +15,7 @@ from kvstore.errors import ConfigError
 from kvstore.tier import TierNamespace
 from kvstore.tiers.disk_folder import FORMAT_FILE, DiskFolder
 from kvstore.tiers.disk_index import DATA_FILE, RECORD, DiskIndex, Record, read_columns, write_index
+from kvstore.tiers.disk_ledger import Known, Ledger
 from kvstore.tiers.disk_load import FIXED_BYTES
 from kvstore.tiers.extent import ALIGN_BYTES, FOOTER_BYTES, Footer, extent_bytes_for, parse_footer
 from kvstore.tiers.files import FileIO, aligned_memory
@@ -52,8 +53,8 @@ class VerifyReport:
         slabs, extents: How many there are.
         blocks_ok, bytes_ok: Blocks that the index names and that are right.
         damaged: Blocks that the index names and that are not.
-        unnamed: Whole blocks that a whole index does not name: evicted, deleted, or not committed when the process
-            ended. They are not brought back.
+        unnamed: Whole blocks that are not brought back, since a whole index does not name them (evicted, deleted, or
+            not committed when the process ended), or since they are known to be gone.
         index_fault: Why the index cannot be used; empty where it can.
         rebuilt_blocks: Blocks that the index was built anew from; with repair only.
         repaired: Whether something was changed on the medium.
@@ -81,7 +82,7 @@ def verify(directory: Path, repair: bool = False, progress: Progress | None = No
 
     Args:
         repair: Removes damaged blocks from the index; builds an index anew that is lost or damaged, from the blocks
-            that are whole (blocks that were deleted before and not written over come back then).
+            that are whole and not known to be gone.
         progress: Told now and then.
 
     Raises:
@@ -124,7 +125,8 @@ def _verify(folder: DiskFolder, slabs: list[Slab], repair: bool, progress: Progr
     except IndexDamaged as damage:
         report.index_fault = str(damage)
     try:
-        whole = _check_slabs(folder, slabs, named, report, progress)
+        known = Ledger(folder).read()
+        whole = _check_slabs(folder, slabs, named, known, report, progress)
         if repair and report.index_fault:
             newest: dict[bytes, tuple[int, Record]] = {}
             for sequence, record in whole:
@@ -149,6 +151,7 @@ def _check_slabs(
     folder: DiskFolder,
     slabs: list[Slab],
     named: dict[tuple[int, int], tuple[bytes, int]],
+    known: Known,
     report: VerifyReport,
     progress: Progress | None,
 ) -> list[tuple[int, Record]]:
@@ -163,7 +166,7 @@ def _check_slabs(
             footer, fault = _check_extent(folder, slab, extent, buffer)
             if expected is None:
                 if footer is not None and not fault:
-                    if report.index_fault:
+                    if report.index_fault and not known.gone(slab.number, extent, footer.sequence):
                         value = RECORD.pack(slab.number, extent, footer.size_bytes, footer.sequence)
                         whole.append((footer.sequence, (footer.key, value)))
                     else:

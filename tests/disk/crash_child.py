@@ -23,6 +23,7 @@ from kvstore.testing.data import make_block
 from kvstore.tier import ReadOutcome, WriteOutcome, tier_key
 from kvstore.tiers import disk_commit, disk_keeper
 from kvstore.tiers.disk import DiskTier
+from kvstore.tiers.disk_ledger import Ledger
 from kvstore.tiers.files import Buffer, FileIO
 from kvstore.tiers.slabs import Entry
 from tests.disk.media import kill_self
@@ -41,6 +42,7 @@ POINTS = (
     "removing a slab",
     "growing",
     "keeping recency",
+    "marking",
     "loading",
 )
 
@@ -81,6 +83,7 @@ class LethalIO(FileIO):
     def __init__(self, point: Point) -> None:
         self._point = point
         self.loading = True
+        self.syncing = "before sync"
 
     def pwritev(self, fd: int, buffers: Sequence[Buffer], offset: int) -> int:
         thread = threading.current_thread().name
@@ -101,10 +104,10 @@ class LethalIO(FileIO):
         return super().preadv(fd, buffers, offset)
 
     def fdatasync(self, fd: int) -> None:
-        keeping = "-keep-" in threading.current_thread().name and not self.loading
-        self._point("keeping recency" if keeping else "before sync")
+        if not self.loading:
+            self._point(self.syncing)
         super().fdatasync(fd)
-        if not keeping:
+        if not self.loading and self.syncing == "before sync":
             self._point("after sync")
 
     def allocate(self, fd: int, length: int, *, keep_size: bool = False) -> None:
@@ -177,6 +180,20 @@ async def client(tier: DiskTier, rng: random.Random, lane: str) -> None:
                 say(f"D {key.hex()}")
 
 
+def pass_in(name: str, point: str) -> None:
+    """Has the syncs of a call of the ledger pass a point of their own."""
+    call = getattr(Ledger, name)
+
+    def named(self: Ledger, *args: object) -> None:
+        io = self._folder.io
+        assert isinstance(io, LethalIO)
+        io.syncing = point
+        call(self, *args)
+        io.syncing = "before sync"
+
+    setattr(Ledger, name, named)
+
+
 def main() -> None:
     folder, name, count, seed = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
     point = Point(name, count)
@@ -187,6 +204,8 @@ def main() -> None:
         point("after commit")
 
     disk_commit.DiskIndex.commit = commit_and_pass  # type: ignore[method-assign, assignment]
+    for name_of_call, name_of_point in (("write", "keeping recency"), ("append", "marking")):
+        pass_in(name_of_call, name_of_point)
     disk_keeper._TICK_S = 0.01  # type: ignore[misc]
     asyncio.run(work(folder, point, random.Random(seed)))
 

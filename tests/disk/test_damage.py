@@ -75,7 +75,7 @@ async def test_a_torn_write_is_found_out(tmp_path: Path, torn_bytes: int) -> Non
         before = path.read_bytes()[start : start + 69_632]
         # Removed from memory only, so that the index keeps naming the extent: as after a crash with a lying medium.
         tier.books.remove(entry)
-        tier.books.free(entry.slab, entry.extent)
+        tier.books.free(entry.slab, [entry.extent])
         await store(tier, [KEYS[9]])
         new = tier.books.index[KEYS[9]]
         assert (new.slab, new.extent) == (entry.slab, entry.extent)

@@ -12,8 +12,9 @@ import pytest
 
 from kvstore.tiers.disk_fill import fill, tell_policies
 from kvstore.tiers.disk_index import RECORD, RECORD_TYPE, Columns, DiskIndex, read_columns
+from kvstore.tiers.disk_ledger import Known
 from kvstore.tiers.index_check import IndexDamaged
-from kvstore.tiers.slabs import Books, Slab
+from kvstore.tiers.slabs import GONE, RAW, SEQUENCE_MASK, Books, Slab
 
 Rows = list[tuple[bytes, tuple[int, int, int, int]]]
 #: Size of a block, by slab.
@@ -71,7 +72,7 @@ def test_the_newest_wins_and_the_rest_is_told(seed: int, unique: bool) -> None:
     books = books_of()
     recent = {number: array("Q", [rng.choice([0, rng.randrange(500)]) for _ in range(30)]) for number in (1, 6, 8)}
     stale: list[bytes] = []
-    entries = fill(books, columns_of(rows), recent, stale, unique=unique)
+    entries = fill(books, columns_of(rows), Known(recent, 0), stale, from_footers=not unique)
     want = expected(rows)
     assert {e.key: (e.slab.number, e.extent, e.size_bytes) for e in books.index.values()} == want
     assert all(books.index[entry.key] is entry and entry.slab.entries[entry.extent] is entry for entry in entries)
@@ -88,15 +89,33 @@ def test_the_newest_wins_and_the_rest_is_told(seed: int, unique: bool) -> None:
         assert [kind.policy.pop() for _ in own] == own
 
 
+@pytest.mark.parametrize("from_footers", [True, False])
+def test_what_is_gone_stays_gone_for_footers_only(from_footers: bool) -> None:
+    rows: Rows = [(bytes([extent]) * 20, (1, extent, 4096, 10 + extent)) for extent in range(10)]
+    column = array("Q", [GONE | 9, GONE | 11, 12, GONE | 12, GONE | RAW, 0, 99, GONE | 17])
+    books = books_of()
+    fill(books, columns_of(rows), Known({1: column}, 1000), [], from_footers=from_footers)
+    there = {name[0] for name in books.index}
+    assert there == ({0, 2, 3, 4, 5, 6, 8, 9} if from_footers else set(range(10)))
+    assert books.sequence == 1000
+    slab = books.slabs[1]
+    for extent in set(range(EXTENTS)) - there:
+        assert slab.used[extent] & GONE and slab.used[extent] & SEQUENCE_MASK == 999
+        assert bool(slab.used[extent] & RAW) == (extent >= 8)
+    assert slab.used[6] == 99 and slab.used[9] == 19
+
+
 def test_a_name_that_is_there_twice_is_damage() -> None:
     rows: Rows = [(b"n" * 20, (1, 0, 4096, 2)), (b"n" * 20, (1, 1, 4096, 3))]
     with pytest.raises(IndexDamaged, match="twice"):
-        fill(books_of(), columns_of(rows), {}, [], unique=True)
+        fill(books_of(), columns_of(rows), Known({}, 0), [], from_footers=False)
 
 
 def test_without_slabs_all_is_stale() -> None:
     stale: list[bytes] = []
-    assert fill(Books(1 << 20), columns_of([(b"n" * 20, (1, 0, 4096, 2))]), {}, stale, unique=True) == []
+    assert (
+        fill(Books(1 << 20), columns_of([(b"n" * 20, (1, 0, 4096, 2))]), Known({}, 0), stale, from_footers=False) == []
+    )
     assert stale == [b"n" * 20]
 
 
