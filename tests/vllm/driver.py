@@ -1,6 +1,6 @@
 """One vLLM engine that takes commands: a line of JSON on stdin, a line of JSON on stdout for each.
 
-usage: driver.py JSON     (the arguments of `vllm.LLM`; `kv_transfer_config` as a plain object)
+usage: driver.py JSON     (the arguments of `vllm.LLM`; `kv_transfer_config` as a plain object; `warm_up`: see below)
 
     {"do": "generate", "prompts": [[token, ...], ...], "max_tokens": n, "transfer": kv_transfer_params or null}
                                                      -> {"outputs": [{"tokens", "cached", "ttft_s", "transfer"}]}
@@ -19,6 +19,10 @@ import sys
 from typing import Any
 
 
+def profile(worker: Any) -> None:
+    worker.model_runner.profile_run()
+
+
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what vLLM prints must not get between the answers
@@ -30,7 +34,12 @@ def main() -> None:
     transfer = arguments.pop("kv_transfer_config", None)
     if transfer is not None:
         arguments["kv_transfer_config"] = KVTransferConfig(**transfer)
+    warm_up = arguments.pop("warm_up", False)
     llm = LLM(**arguments)
+    if warm_up:
+        # Without compilation vLLM's CPU build leaves out its warm-up, and with it the buffers for what a pipeline stage
+        # gets from the one before.
+        llm.collective_rpc(profile)
 
     def generate(prompts: list[list[int]], max_tokens: int, transfer: dict[str, Any] | None) -> dict[str, Any]:
         parameters = SamplingParams(

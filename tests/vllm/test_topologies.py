@@ -56,9 +56,13 @@ def test_what_two_ranks_stored_one_loads_and_the_other_way_round(
 
 def test_pipeline_stages_of_different_sizes(daemon: Daemon, engines: Callable[..., Engine]) -> None:
     """Eight layers on two stages, five and three."""
-    environment = {**RANKS["environment"], "VLLM_PP_LAYER_PARTITION": "5,3"}
+    environment = {
+        **RANKS["environment"],
+        "VLLM_PP_LAYER_PARTITION": "5,3",
+        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # for the warm-up
+    }
     extra = {"kvstore.endpoint": daemon.endpoint}
-    options = {**RANKS, "environment": environment, "pipeline_parallel_size": 2}
+    options = {**RANKS, "environment": environment, "pipeline_parallel_size": 2, "warm_up": True}
     engine = engines("pipeline", extra, **options).ready()
     stores_and_loads(engine, daemon, 83)
     parallel = {namespace["identity"]["parallel"] for namespace in daemon.stats()["namespaces"]}
