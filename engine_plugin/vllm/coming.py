@@ -72,6 +72,7 @@ class Query:
         wait: Wait for blocks that are on their way up from disk.
         coming: Blocks are on their way; written by the link.
         expected: What another engine has promised of it.
+        runs: Lengths of the runs that the hashes consist of; empty: they are one.
         wanted: False: nobody waits for the answer any more; written by who asked.
     """
 
@@ -85,6 +86,7 @@ class Query:
     coming: bool = False
     wanted: bool = True
     expected: Expected = NOTHING_EXPECTED
+    runs: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(slots=True)
@@ -93,6 +95,7 @@ class Pins:
 
     Attributes:
         claimed: By a claim: no other engine has it, and the blocks may be removed when it is given back.
+        places: Which of the query's keys they belong to, ascending; None: to the leading ones.
     """
 
     generation: bytes
@@ -100,11 +103,21 @@ class Pins:
     epochs: np.ndarray
     leases: tuple[Grant, ...]
     claimed: bool = False
+    places: np.ndarray | None = None
+
+    @property
+    def leading(self) -> int:
+        """Length of the leading run of the query's keys that is pinned."""
+        count = len(self.offsets)
+        return count if self.places is None else int((self.places == np.arange(count)).sum())
 
     @classmethod
     def of(cls, lease: Grant, claimed: bool = False) -> Pins | None:
         """None where the lease holds nothing."""
-        return cls(lease.generation, lease.offsets, lease.epochs, (lease,), claimed) if len(lease.offsets) else None
+        if not len(lease.offsets):
+            return None
+        leases, places = getattr(lease, "leases", (lease,)), getattr(lease, "places", None)
+        return cls(lease.generation, lease.offsets, lease.epochs, leases, claimed, places)
 
 
 @dataclasses.dataclass(slots=True)
@@ -113,7 +126,7 @@ class Reply:
 
     Attributes:
         pins: What is pinned; None where nothing is.
-        available: Length of the leading run that is there.
+        available: Length of the leading run that is there, or how many keys are where there are several runs.
         late: How many further keys were on their way up from disk and are not waited for (any more).
         why_late: late: the time was over; slow: they are faster to compute; not_allowed: by the request.
         taken: How many further keys are claimed by another engine.
@@ -161,7 +174,7 @@ class Coming:
 
     @property
     def ready(self) -> int:
-        """Length of the run that is pinned."""
+        """How many blocks are pinned."""
         return len(self.pins.offsets) if self.pins is not None else 0
 
     def gained(self) -> int:
@@ -173,7 +186,11 @@ class Coming:
         return now - self._began
 
     def rest(self) -> Sequence[bytes]:
-        """What to ask for: what is not held, and the key before it, which the daemon takes for its parent."""
+        """What to ask for: what is not held, and the key before it, which the daemon takes for its parent. Everything,
+        where there are several runs.
+        """
+        if self.query.runs:
+            return self.query.hashes
         return self.query.hashes[max(0, self.ready - 1) :]
 
     def take(self, lease: Grant, now: float) -> list[Grant]:
@@ -181,6 +198,12 @@ class Coming:
         self.pending = lease.pending
         self.due = now + min(PAUSE_MAX_S, max(PAUSE_MIN_S, (now - self._began) / _PAUSE_PART))
         pins = self.pins
+        if self.query.runs:
+            before = self.ready
+            self.pins = Pins.of(lease)
+            if self.ready > before:
+                self._grew = now
+            return list(pins.leases) if pins is not None else []
         if pins is None:
             self.pins = Pins.of(lease)
             if self.pins is not None:
@@ -210,6 +233,6 @@ class Coming:
         """Whether there is nothing more to wait for."""
         if self._failed:
             return True
-        if self.query.expected.still(self.ready, now):
+        if self.query.expected.still(self.pins.leading if self.pins is not None else 0, now):
             return False
         return not self.pending or now >= min(self._until, self._grew + STALL_S)

@@ -25,7 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # noqa: E402
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata  # noqa: E402
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector  # noqa: E402
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, UniformTypeKVCacheSpecs  # noqa: E402
+from vllm.v1.kv_cache_interface import KVCacheConfig  # noqa: E402
 from vllm.v1.kv_offload.base import OffloadingManager, OffloadingSpec, OffloadingWorker  # noqa: E402
 from vllm.v1.request import RequestStatus  # noqa: E402
 
@@ -93,7 +93,7 @@ class KVStoreConnector(OffloadingConnector):
                 # The outermost one's is read by the scheduler right after this constructor.
                 config.kv_transfer_config.kv_load_failure_policy = "recompute"
         _use_own_spec(transfer.kv_connector_extra_config)
-        _refuse_other_attention(kv_cache_config)
+        _refuse_unequal_blocks(kv_cache_config, transfer.kv_connector_extra_config)
         self.hook_errors = Counter()
         self.facts = facts_of(vllm_config, kv_cache_config, nested=enclosing is not None)
 
@@ -202,17 +202,15 @@ def _use_own_spec(extra: dict[str, Any]) -> None:
         )
 
 
-def _refuse_other_attention(kv_cache_config: KVCacheConfig) -> None:
-    """Sliding windows and recurrent states are looked up from the end of a prefix, which is not done so far."""
-    for group in kv_cache_config.kv_cache_groups:
-        spec = group.kv_cache_spec
-        parts = spec.kv_cache_specs.values() if isinstance(spec, UniformTypeKVCacheSpecs) else (spec,)
-        other = {type(part).__name__ for part in parts if not isinstance(part, FullAttentionSpec)}
-        if other:
-            raise ConfigError(
-                f"kvstore cannot serve this model so far: its KV cache holds {', '.join(sorted(other))}, and only full "
-                "attention works; run it without kv_connector"
-            )
+def _refuse_unequal_blocks(kv_cache_config: KVCacheConfig, extra: dict[str, Any]) -> None:
+    """Before vLLM does, which does not say what to do."""
+    sizes = {group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups}
+    if extra.get("block_size") is not None and len(sizes) > 1:
+        raise ConfigError(
+            f"'block_size' is {extra['block_size']}, and this model has KV cache groups with blocks of "
+            f"{' and '.join(map(str, sorted(sizes)))} tokens: remove it, or say how many blocks make one with "
+            "'blocks_per_chunk'"
+        )
 
 
 compat.require_overrides(

@@ -33,6 +33,7 @@ from engine_plugin.vllm.calls import Calls
 from engine_plugin.vllm.coming import NOTHING_EXPECTED, Coming, Grant, Pins, Query, Reply
 from engine_plugin.vllm.guard import limited_log
 from engine_plugin.vllm.rates import BELOW, LoadPolicy
+from engine_plugin.vllm.runs import gather, split
 from engine_plugin.vllm.stock import Slots, SlotStock
 
 log = logging.getLogger("vllm.kvstore")
@@ -297,7 +298,8 @@ class DaemonLink:
         pinned = [query for query in wanted if query.pin]
         answers = self._acquire(pinned, [query.hashes for query in pinned])
         for query, (lease, problem) in zip(pinned, answers, strict=True):
-            expected = lease is not None and query.expected.still(len(lease.offsets), self._now())
+            pins = Pins.of(lease) if lease is not None else None
+            expected = lease is not None and query.expected.still(pins.leading if pins is not None else 0, self._now())
             patience_s = self._patience_s(query, lease.pending) if lease is not None and lease.pending else 0.0
             if lease is not None and (expected or patience_s > 0):
                 query.deadline = self._now() + query.silence_s
@@ -305,13 +307,14 @@ class DaemonLink:
                 self._coming.append(Coming(query, lease, self._now(), patience_s))
             elif lease is not None:
                 why = "slow" if query.wait else "not_allowed"
-                replies.append(Reply.of(query, Pins.of(lease), problem, lease.pending, why))
+                replies.append(Reply.of(query, pins, problem, lease.pending, why))
             else:
                 replies.append(Reply.of(query, None, problem))
         for query in wanted:
             if not query.pin:
                 generation = self._client.generation or b""
-                available, problem = self._calls.call("lookup", self._client.lookup, query.hashes)
+                first_run = query.hashes[: query.runs[0]] if query.runs else query.hashes
+                available, problem = self._calls.call("lookup", self._client.lookup, first_run)
                 replies.append(Reply(query, None, int(available or 0), generation, problem))
         unneeded = self._claim(replies)
         self._answer_with_slots(replies)
@@ -381,15 +384,24 @@ class DaemonLink:
         """Acquires in as few calls as their size allows: a lease or a problem for each query."""
         answers: list[tuple[Grant | None, str]] = []
         while len(answers) < len(queries):
-            asked = [(queries[len(answers)].kv_group, hashes[len(answers)])]
-            keys = len(asked[0][1])
-            for query, more in zip(queries[len(answers) + 1 :], hashes[len(answers) + 1 :], strict=True):
-                keys += len(more)
-                if keys > _KEYS_PER_CALL_MAX:
+            first = len(answers)
+            asked: list[tuple[int, Sequence[bytes]]] = []
+            parts: list[int] = []  # of each query in this call: how many runs
+            keys = 0
+            for query, wanted in zip(queries[first:], hashes[first:], strict=True):
+                keys += len(wanted)
+                if parts and keys > _KEYS_PER_CALL_MAX:
                     break
-                asked.append((query.kv_group, more))
+                runs = split(wanted, query.runs) if query.runs else [wanted]
+                asked += [(query.kv_group, run) for run in runs]
+                parts.append(len(runs))
             leases, problem = self._calls.call("acquire", self._client.acquire, asked)
-            answers += [(None, problem)] * len(asked) if problem else [(lease, "") for lease in leases]
+            if problem:
+                answers += [(None, problem)] * len(parts)
+                continue
+            for query, count in zip(queries[first:], parts, strict=False):
+                taken, leases = leases[:count], leases[count:]
+                answers.append((gather(taken, query.runs) if query.runs else taken[0], ""))
         return answers
 
     def _answer_with_slots(self, replies: list[Reply]) -> None:

@@ -4,8 +4,8 @@ A request's life here::
 
     (unknown) -lookup-> GATHERING -step_end-> ASKED -reply-> ANSWERED -prepare_load-> LOADING -load_done-> (unknown)
 
-* The engine asks for every key of a request in one scheduler step, in prefix order, and goes on past a RETRY; so the
-  first step gathers the whole list and it goes out as one query when the step ends.
+* The engine asks for every key of a request in one scheduler step, group by group and in prefix order, and goes on past
+  a RETRY; so the first step gathers the whole list and it goes out as one query when the step ends.
 * ANSWERED holds the pins, so that HIT is still true when the engine makes room for it some steps later. It ends when
   the request starts, is preempted, or finishes.
 * Every answer has a deadline. A daemon that is away is a MISS at once; one that is silent is a MISS at the deadline.
@@ -27,8 +27,8 @@ import numpy as np
 from engine_plugin.vllm.coming import NOTHING_EXPECTED, Expected, Pins, Query, Reply
 from engine_plugin.vllm.link import DaemonLink
 from engine_plugin.vllm.rates import LoadPolicy
+from engine_plugin.vllm.runs import group_of, hash_of, runs_of
 
-GROUP_BYTES: Final = 4
 #: Requests that may hold an answer at a time. The engine asks for its whole queue, and each answer pins blocks.
 ANSWERS_MAX: Final = 64
 #: Those of them that may wait for what another engine has promised: the other requests must find a place meanwhile.
@@ -58,10 +58,10 @@ class _Phase(enum.Enum):
 @dataclasses.dataclass(slots=True, eq=False)
 class _Request:
     phase: _Phase = _Phase.GATHERING
-    keys: dict[bytes, int] = dataclasses.field(default_factory=dict)  # key -> place in the query
+    keys: dict[bytes, None] = dataclasses.field(default_factory=dict)  # in the order in which they were asked for
     query: Query | None = None
     pins: Pins | None = None
-    ready: int = 0
+    found: dict[bytes, int] = dataclasses.field(default_factory=dict)  # key -> its number among the pins
     refused: bool = False  # ANSWERED without an answer
     loading_since: float = 0.0
     loading: int = 0  # blocks
@@ -77,11 +77,6 @@ class LoadPlan:
     epochs: np.ndarray
 
 
-def hash_of(key: bytes) -> bytes:
-    """The daemon's key: the engine's without its group, which is named apart."""
-    return key[:-GROUP_BYTES]
-
-
 class Lookups:
     """See the module.
 
@@ -91,7 +86,10 @@ class Lookups:
         pin: False for an engine that stores but never loads: everything is a miss, but what is there is learned.
         expect: Gives what another engine has promised of a request's keys.
         drop: Blocks are claimed when they are found, and removed when they are loaded.
-        policy: Says whether what is there is faster to load than to compute; None: it always is.
+        policy: Says whether what is there is faster to load than to compute; None: it always is. It counts blocks of a
+            prefix, and is not asked where a prefix has several groups of them.
+        windowed: Groups of which the end of a prefix is needed only; None: there is one group, and it is not one of
+            those.
     """
 
     def __init__(
@@ -106,8 +104,10 @@ class Lookups:
         expect: Callable[[str, Sequence[bytes]], Expected] = lambda _req_id, _keys: NOTHING_EXPECTED,
         drop: bool = False,
         policy: LoadPolicy | None = None,
+        windowed: Collection[int] | None = None,
     ) -> None:
         self._link = link
+        self._windowed = windowed
         self._expect = expect
         self._drops = drop
         self._policy = policy
@@ -136,10 +136,9 @@ class Lookups:
         if request is None:
             return self._first(req_id, key)
         if request.phase is _Phase.ANSWERED:
-            place = request.keys.get(key)
-            if place is not None:
-                return Verdict.HIT if place < request.ready else Verdict.MISS
-            if request.refused:
+            if key in request.found:
+                return Verdict.HIT
+            if request.refused or key in request.keys:
                 return Verdict.MISS
             # The list has changed (a local prefix was evicted, or tokens were generated): ask for the new one.
             self._drop(req_id, request)
@@ -148,7 +147,7 @@ class Lookups:
             self._take_replies()
             return Verdict.RETRY if request.query is not None else self.lookup(req_id, key)
         if request.phase is _Phase.GATHERING:
-            request.keys.setdefault(key, len(request.keys))
+            request.keys[key] = None
             return Verdict.RETRY
         return Verdict.MISS  # LOADING: the engine does not ask while a load runs
 
@@ -159,7 +158,7 @@ class Lookups:
             return Verdict.MISS
         if len(self._holders) >= (PROMISED_MAX if self._expect(req_id, [key]).keys else ANSWERS_MAX):
             return Verdict.RETRY
-        self._requests[req_id] = _Request(keys={key: 0})
+        self._requests[req_id] = _Request(keys={key: None})
         self._gathering.append(req_id)
         self._holders.add(req_id)
         return Verdict.RETRY
@@ -172,9 +171,21 @@ class Lookups:
         """Asks which keys of a prefix are there, for nobody in particular: nothing is pinned, nobody waits."""
         if self._link.why_not() or len(self._asides) >= ANSWERS_MAX:
             return
+        keys = keys[: self._prefix_of(keys)]
+        if not keys:
+            return
         query = Query([hash_of(key) for key in keys], self._now() + ASIDE_S, pin=False)
         self._asides[query] = keys
         self._link.ask([query])
+
+    def _prefix_of(self, keys: Sequence[bytes]) -> int:
+        """How many of the leading keys are the start of a prefix: those of a first group with full attention."""
+        if self._windowed is None or not keys:
+            return len(keys)
+        first = group_of(keys[0])
+        if first in self._windowed:
+            return 0
+        return next((place for place, key in enumerate(keys) if group_of(key) != first), len(keys))
 
     def waiting(self) -> bool:
         """Whether a request waits for an answer."""
@@ -202,14 +213,17 @@ class Lookups:
             if request is None or request.phase is not _Phase.GATHERING:
                 continue
             deadline = self._now() + self._deadline_s
+            keys = list(request.keys)
+            prefix = keys[: self._prefix_of(keys)]
             request.query = Query(
-                [hash_of(key) for key in request.keys],
+                [hash_of(key) for key in keys],
                 deadline,
                 self._pin,
                 silence_s=self._deadline_s,
-                expected=self._expect(req_id, list(request.keys)),
+                expected=self._expect(req_id, prefix) if prefix else NOTHING_EXPECTED,
                 drop=self._drops,
                 wait=req_id not in self._only_pool,
+                runs=runs_of(keys, self._windowed) if self._windowed is not None else (),
             )
             request.phase = _Phase.ASKED
             self._by_query[request.query] = req_id
@@ -256,27 +270,31 @@ class Lookups:
 
     def _answer(self, req_id: str, request: _Request, reply: Reply) -> None:
         if reply.query.expected.keys:
-            self.counts["pd", "complete" if reply.available >= reply.query.expected.keys else "incomplete"] += 1
+            leading = reply.pins.leading if reply.pins is not None else reply.available
+            self.counts["pd", "complete" if leading >= reply.query.expected.keys else "incomplete"] += 1
         if reply.problem:
             self._refuse(req_id, request, reply.problem)
             return
         keys = list(request.keys)
-        if reply.available:
-            self._on_present(keys[: reply.available], reply.generation)
         pins = reply.pins
         query = reply.query
-        ready = len(pins.offsets) if pins is not None else 0
+        here = keys[: reply.available] if pins is None or pins.places is None else [keys[i] for i in pins.places]
+        if here:
+            self._on_present(here, reply.generation)
         slow = 0
         if pins is not None and pins.generation != self._ready_generation():
             # The workers have mapped another pool, or none: they could not load this.
             self._link.release([pins])
             self._refuse(req_id, request, "worker_detached")
             return
+        found = {key: number for number, key in enumerate(here)} if pins is not None else {}
         if pins is not None and self._distrusted:
-            ready = self._trusted_run(keys[:ready], pins)
-        if ready and self._policy is not None and not self._policy.loads(ready):
-            self.counts["misses", "slow"] += ready
-            slow, ready = ready, 0
+            found = self._trusted(found, pins)
+        if found and self._policy is not None and self._windowed is None and not self._policy.loads(len(found)):
+            slow = len(found)
+            self.counts["misses", "slow"] += slow
+            found = {}
+        ready = len(found)
         if not ready:
             self._holders.discard(req_id)
             if pins is not None:
@@ -284,7 +302,7 @@ class Lookups:
                 pins = None
         request.phase = _Phase.ANSWERED
         request.query = None
-        request.pins, request.ready = pins, ready
+        request.pins, request.found = pins, found
         self.counts["hits", ""] += ready
         self.counts["misses", reply.why_late] += reply.late
         self.counts["misses", "claimed"] += reply.taken
@@ -297,19 +315,25 @@ class Lookups:
         self.counts["misses", reason] += len(request.keys)
         request.phase = _Phase.ANSWERED
         request.query = request.pins = None
-        request.ready = 0
+        request.found = {}
         request.refused = True
 
-    def _trusted_run(self, keys: Sequence[bytes], pins: Pins) -> int:
-        for place, key in enumerate(keys):
+    def _trusted(self, found: dict[bytes, int], pins: Pins) -> dict[bytes, int]:
+        """Those of the keys whose copies have not failed in a load. Of a prefix, what follows one that has is left out
+        too: the engine would not ask for it.
+        """
+        trusted: dict[bytes, int] = {}
+        for key, number in found.items():
             bad = self._distrusted.get(key)
-            if bad is None:
-                continue
-            if bad == (pins.generation, int(pins.offsets[place]), int(pins.epochs[place])):
+            if bad is not None and bad == (pins.generation, int(pins.offsets[number]), int(pins.epochs[number])):
                 self.counts["misses", "distrusted"] += 1
-                return place
-            del self._distrusted[key]  # stored again since: another copy
-        return len(keys)
+                if pins.places is None:
+                    break
+                continue
+            if bad is not None:
+                del self._distrusted[key]  # stored again since: another copy
+            trusted[key] = number
+        return trusted
 
     # -- loads ---------------------------------------------------------------------------------------------------------
 
@@ -318,14 +342,14 @@ class Lookups:
         request = self._requests.get(req_id)
         if request is None or request.phase is not _Phase.ANSWERED or request.pins is None:
             return None
-        places = np.fromiter((request.keys.get(key, request.ready) for key in keys), np.int64, len(keys))
-        if len(places) and int(places.max()) >= request.ready:
+        numbers = np.fromiter((request.found.get(key, -1) for key in keys), np.int64, len(keys))
+        if len(numbers) and int(numbers.min()) < 0:
             return None
         request.phase = _Phase.LOADING
-        request.loading_since, request.loading = self._now(), len(places)
+        request.loading_since, request.loading = self._now(), len(numbers)
         self._holders.discard(req_id)
         pins = request.pins
-        return LoadPlan(pins.generation, pins.offsets[places], pins.epochs[places])
+        return LoadPlan(pins.generation, pins.offsets[numbers], pins.epochs[numbers])
 
     def load_done(self, req_id: str, copy_s: float | None = None) -> None:
         """The workers are through with a load, well or badly: gives its pins back, or the blocks away that were claimed
@@ -349,10 +373,9 @@ class Lookups:
         request.unwanted = True
         pins = request.pins
         assert pins is not None
-        for key, place in request.keys.items():
-            if place < request.ready:
-                self._distrusted[key] = (pins.generation, int(pins.offsets[place]), int(pins.epochs[place]))
-                self._distrusted.move_to_end(key)
+        for key, number in request.found.items():
+            self._distrusted[key] = (pins.generation, int(pins.offsets[number]), int(pins.epochs[number]))
+            self._distrusted.move_to_end(key)
         while len(self._distrusted) > DISTRUSTED_MAX:
             self._distrusted.popitem(last=False)
 

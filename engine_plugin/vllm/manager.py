@@ -36,6 +36,7 @@ from engine_plugin.vllm.messages import SlotSpec, WorkerReport, no_slots
 from engine_plugin.vllm.offers import Offers
 from engine_plugin.vllm.pd import PrefillDecode
 from engine_plugin.vllm.rates import LoadPolicy, Steps
+from engine_plugin.vllm.runs import by_group, group_of
 from engine_plugin.vllm.stores import KnownKeys, Stores
 
 _RESULT_OF: Final = {
@@ -63,7 +64,8 @@ class KVStoreManager(OffloadingManager):
         link: The line to the daemon; owned and closed by this manager.
         slot_format: How ranks divide a slot.
         workers: Number of workers (ranks) of the engine.
-        tokens_per_block: Tokens of one stored block.
+        tokens_per_block: By KV-cache group, tokens of one stored block.
+        windowed: Groups of which the end of a prefix is needed only.
         deadline_s: Longest wait for the answer to a lookup.
         pd: What is said to and heard from engines of the other side of disaggregated prefill.
         loads: The engine's role lets it load.
@@ -79,7 +81,8 @@ class KVStoreManager(OffloadingManager):
         *,
         slot_format: SlotFormat,
         workers: int,
-        tokens_per_block: int,
+        tokens_per_block: Mapping[int, int],
+        windowed: Collection[int],
         deadline_s: float,
         pd: PrefillDecode,
         loads: bool = True,
@@ -92,6 +95,8 @@ class KVStoreManager(OffloadingManager):
         self._format = slot_format
         self._workers = workers
         self._tokens_per_block = tokens_per_block
+        self._windowed = windowed
+        self._grouped = len(tokens_per_block) > 1 or bool(windowed)
         self._loads = loads
         self._stores_allowed = stores
         self._pd = pd
@@ -108,6 +113,7 @@ class KVStoreManager(OffloadingManager):
             expect=self._expected,
             drop=drop,
             policy=policy,
+            windowed=windowed if self._grouped else None,
         )
         self._policy = policy
         self._steps = Steps(policy.note_step if policy is not None else nothing, time.monotonic)
@@ -120,8 +126,10 @@ class KVStoreManager(OffloadingManager):
             ready_generation=self.ready_generation,
             ask_about=self._lookups.ask_about,
             offers=offers,
+            windowed=windowed,
         )
-        self._last_offered: dict[str, tuple[int, bytes]] = {}  # request -> end token and key of its last load or store
+        #: Request -> by group, end token and key of its last load or store.
+        self._last_offered: dict[str, dict[int, tuple[int, OffloadKey]]] = {}
         self._alive: dict[str, ReqContext] = {}
         self._counts: Counter[tuple[str, str]] = Counter()
         self.hook_errors: Counter[str] = Counter()
@@ -150,7 +158,7 @@ class KVStoreManager(OffloadingManager):
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         if not self._loads and not self._stores_allowed:
             return LookupResult.MISS
-        if req_context.req_id in self._load_nothing:
+        if req_context.req_id in self._load_nothing or (self._grouped and self._is_part(key, req_context)):
             return LookupResult.MISS
         return _RESULT_OF[self._lookups.lookup(req_context.req_id, key)]
 
@@ -186,9 +194,18 @@ class KVStoreManager(OffloadingManager):
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
         if not self._stores_allowed or not keys:
             return _nothing_to_store()
-        ordered = list(keys)
-        settled = self._stores.leading(ordered, under_way=False) if self._pd.tells_of(req_context.req_id) else 0
-        store = self._stores.prepare(ordered, self._parent_of(ordered[0], req_context))
+        ordered = [key for key in keys if not self._is_part(key, req_context)]
+        if not ordered:
+            return _nothing_to_store()
+        groups = by_group(ordered)
+        prefix = groups[group_of(ordered[0])]
+        settled = self._stores.leading(prefix, under_way=False) if self._pd.tells_of(req_context.req_id) else 0
+        parents = {group: self._parent_of(members[0], req_context) for group, members in groups.items()}
+        store = self._stores.prepare(
+            ordered,
+            {group: parent for group, parent in parents.items() if parent is not None},
+            (lambda key: req_context.get_offload_key_position(OffloadKey(key)) or 0) if len(groups) > 1 else None,
+        )
         self._note_offered(ordered, req_context, settled)
         if store is None:
             # Not None, which would have vLLM offer the same blocks again in every step, each time with a warning.
@@ -197,25 +214,36 @@ class KVStoreManager(OffloadingManager):
         spec = SlotSpec(slots.generation, slots.offsets, slots.epochs, ticket=store.ticket, format=self._format)
         return PrepareStoreOutput(keys_to_store=list(store.keys), store_spec=spec, evicted_keys=[])
 
-    def _note_offered(self, keys: list[OffloadKey], req_context: ReqContext, settled: int) -> None:
-        """Remembers the last key that was loaded or offered, as the parent of the next. `settled` keys were there."""
-        req_id = req_context.req_id
-        end = req_context.get_offload_key_position(keys[-1]) if keys else None
-        if end is None:
-            return
-        self._last_offered[req_id] = (end, keys[-1])
-        if self._pd.tells_of(req_id):
-            stored = self._stores.leading(keys, under_way=True)
-            self._pd.note_offered(req_id, end - len(keys) * self._tokens_per_block, settled, stored, len(keys))
-
-    def _parent_of(self, key: OffloadKey, req_context: ReqContext) -> bytes | None:
-        """The key before this one in its request, where this manager has seen it."""
+    def _is_part(self, key: OffloadKey, req_context: ReqContext) -> bool:
+        """Whether a key is of a state in the middle of a block, which is neither stored nor found."""
         end = req_context.get_offload_key_position(key)
-        if end is None or end <= self._tokens_per_block:
+        return end is not None and end % self._tokens_per_block[group_of(key)] != 0
+
+    def _note_offered(self, keys: list[OffloadKey], req_context: ReqContext, settled: int) -> None:
+        """Remembers the last keys that were loaded or offered, as the parents of the next. Of the first group's,
+        `settled` were there.
+        """
+        req_id = req_context.req_id
+        first = True
+        for group, members in by_group(keys).items():
+            last = OffloadKey(members[-1])
+            end = req_context.get_offload_key_position(last)
+            if end is None:
+                return
+            self._last_offered.setdefault(req_id, {})[group] = (end, last)
+            if first and group not in self._windowed and self._pd.tells_of(req_id):
+                stored = self._stores.leading(members, under_way=True)
+                begin = end - len(members) * self._tokens_per_block[group]
+                self._pd.note_offered(req_id, begin, min(settled, len(members)), stored, len(members))
+            first = False
+
+    def _parent_of(self, key: bytes, req_context: ReqContext) -> bytes | None:
+        """The key before this one in its group of its request, where this manager has seen it."""
+        end, group = req_context.get_offload_key_position(OffloadKey(key)), group_of(key)
+        if end is None or end <= self._tokens_per_block[group]:
             return None
-        before = end - self._tokens_per_block
-        offered_end, offered = self._last_offered.get(req_context.req_id, (0, b""))
-        return offered if offered_end == before else None
+        offered_end, offered = self._last_offered.get(req_context.req_id, {}).get(group, (0, None))
+        return offered if offered_end == end - self._tokens_per_block[group] else None
 
     @guarded(nothing)
     def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
@@ -239,7 +267,7 @@ class KVStoreManager(OffloadingManager):
         end = context.get_offload_key_position(keys[0]) if context is not None else None
         if end is None:
             return NOTHING_EXPECTED
-        return self._pd.expected(req_id, end - self._tokens_per_block, len(keys))
+        return self._pd.expected(req_id, end - self._tokens_per_block[group_of(keys[0])], len(keys))
 
     # -- the engine's life ---------------------------------------------------------------------------------------------
 

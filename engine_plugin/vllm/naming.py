@@ -191,10 +191,16 @@ def refuse_unsupported(config: OffloadingConfig, facts: EngineFacts) -> None:
     """
     parallel = config.parallel
     reasons = []
-    if len(config.groups) != 1:
+    if facts.windowed and config.cache.blocks_per_chunk != 1:
         reasons.append(
-            f"the model has {len(config.groups)} KV cache groups (hybrid models): only models with full attention in "
-            "one group work so far"
+            "the model has sliding windows or recurrent states, of which the engine drops single KV blocks, so that a "
+            f"stored block cannot be {config.cache.blocks_per_chunk} of them: remove 'block_size' and "
+            "'blocks_per_chunk' from kv_connector_extra_config"
+        )
+    if parallel.pp_size > 1 and len(config.groups) > 1 and len(set(facts.stages)) > 1:
+        reasons.append(
+            f"pipeline stages of different sizes ({'+'.join(map(str, facts.stages))} layers) do not work with "
+            f"{len(config.groups)} KV cache groups: choose stages of equal size"
         )
     if parallel.pcp_size != 1 or parallel.dcp_size != 1:
         reasons.append(

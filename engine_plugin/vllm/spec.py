@@ -76,6 +76,10 @@ class KVStoreSpec(OffloadingSpec):
         )
         if self._settings.drop_on_load and (self._facts.stores or not self._facts.loads):
             raise ConfigError("'kvstore.drop_on_load' takes blocks away: it needs kv_role kv_consumer")
+        if self._settings.drop_on_load and (self._facts.windowed or len(config.groups) > 1):
+            raise ConfigError(
+                "'kvstore.drop_on_load' works for models with one KV cache group with full attention: remove it"
+            )
         if self._settings.autostart and not parse_endpoint(self._endpoint).is_loopback:
             raise ConfigError(f"'kvstore.autostart' cannot start a daemon on another machine ({self._endpoint})")
         self.namespace = namespace_of(config, self._facts, self._settings.tenant)
@@ -99,7 +103,10 @@ class KVStoreSpec(OffloadingSpec):
                 link,
                 slot_format=self._format,
                 workers=self.config.parallel.world_size,
-                tokens_per_block=self.namespace.block_size,
+                tokens_per_block={
+                    group.group_id: group.tokens_per_block * self.blocks_per_chunk for group in self.config.groups
+                },
+                windowed=self._facts.windowed,
                 deadline_s=self._settings.verdict_deadline_s,
                 pd=PrefillDecode(self._side(), now=time.monotonic, nested=self._facts.nested),
                 loads=self._facts.loads,

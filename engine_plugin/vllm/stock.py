@@ -37,6 +37,10 @@ class Slots:
     def __len__(self) -> int:
         return len(self.offsets)
 
+    def part(self, begin: int, end: int) -> Slots:
+        """Some of them."""
+        return Slots(self.generation, self.offsets[begin:end], self.epochs[begin:end])
+
 
 class SlotStock:
     """See the module. Used by the scheduler thread (`take`, `set_busy`) and the link's thread (everything else).

@@ -11,16 +11,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Final
 
 import numpy as np
 
 from engine_plugin.vllm.link import Commit, DaemonLink
-from engine_plugin.vllm.lookups import hash_of
 from engine_plugin.vllm.offers import Offers
+from engine_plugin.vllm.runs import by_group, hash_of
 from engine_plugin.vllm.stock import Slots
 
 #: Keys known to be in the daemon: they are not copied again.
@@ -67,7 +68,8 @@ class Store:
 
     Attributes:
         ticket: Names it towards the workers.
-        keys: What its slots are for, in prefix order; empty where nothing is stored.
+        keys: What its slots are for, group after group, each in prefix order.
+        parents: By group, the key before the first one, where it is known.
         acks: Workers whose copy is over.
         failed: A worker could not copy its part.
         orphan: The engine will not tell of its end.
@@ -76,7 +78,7 @@ class Store:
     ticket: int
     keys: Sequence[bytes]
     slots: Slots
-    parent: bytes | None = None
+    parents: Mapping[int, bytes]
     acks: int = 0
     failed: bool = False
     orphan: bool = False
@@ -90,6 +92,7 @@ class Stores:
         ready_generation: Gives the generation that all workers have mapped; None while they differ.
         ask_about: Asks, without waiting, which keys of a prefix are in the daemon; they become known.
         offers: Says which of the blocks that are not there are to be stored now; None: all of them.
+        windowed: Groups of which the end of a prefix is needed only.
     """
 
     def __init__(
@@ -101,10 +104,12 @@ class Stores:
         ready_generation: Callable[[], bytes | None],
         ask_about: Callable[[Sequence[bytes]], None],
         offers: Offers | None = None,
+        windowed: Collection[int] = (),
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._link = link
         self._offers = offers or Offers()
+        self._windowed = windowed
         self._ask_about = ask_about
         self._workers = workers
         self._known = known
@@ -114,12 +119,19 @@ class Stores:
         self._tickets = 0
         self._under_way: dict[int, Store] = {}
         self._by_key: dict[bytes, Store] = {}
-        self._outcomes: deque[tuple[Store, np.ndarray]] = deque()
+        self._outcomes: deque[tuple[Sequence[bytes], bytes, np.ndarray]] = deque()
         self.counts: Counter[tuple[str, str]] = Counter()
 
-    def prepare(self, keys: Collection[bytes], parent: bytes | None) -> Store | None:
+    def prepare(
+        self, keys: Sequence[bytes], parents: Mapping[int, bytes], end_of: Callable[[bytes], int] | None = None
+    ) -> Store | None:
         """Slots for those of the keys that are neither there nor on their way; fewer where the stock is short, the
         front of the prefix first. None where there is nothing to store or nowhere to store it.
+
+        Args:
+            keys: Group after group, each in prefix order.
+            parents: By group, the key before the first one, where it is known.
+            end_of: Gives the token at which a key's block ends; None: there is one group.
         """
         self._take_outcomes()
         self._known.settle(self._ready_generation())
@@ -143,13 +155,20 @@ class Stores:
             # No lookup has announced these: the engine has them in its own prefix cache. Most are likely there; the
             # question makes them known, and fresh in the daemon's eyes, for the next time they are offered.
             self._skip("no_slots", len(wanted) - len(slots))
-            self._ask_about(list(keys))
+            self._ask_about(keys)
         if not len(slots):
             return None
         self._tickets += 1
         chosen = wanted[: len(slots)]
-        before = list(keys).index(chosen[0])
-        store = Store(self._tickets, chosen, slots, list(keys)[before - 1] if before else parent)
+        if end_of is not None and len(chosen) < len(wanted):
+            # Of the front of a prefix all groups are needed.
+            fits = set(sorted(wanted, key=end_of)[: len(slots)])
+            chosen = [key for key in wanted if key in fits]
+        before = {key: previous for previous, key in itertools.pairwise(keys)}
+        first = {group: members[0] for group, members in by_group(chosen).items()}
+        offered_first = {members[0] for members in by_group(keys).values()}
+        known = {group: before[key] for group, key in first.items() if key not in offered_first}
+        store = Store(self._tickets, chosen, slots, {**parents, **known})
         self._under_way[store.ticket] = store
         for key in chosen:
             self._by_key[key] = store
@@ -195,14 +214,26 @@ class Stores:
                 self._give_back(store, "copy_failed")
                 continue
             self._forget(store)
-            self._link.commit(
-                Commit(
-                    store.slots,
-                    [hash_of(key) for key in store.keys],
-                    hash_of(store.parent) if store.parent is not None else None,
-                    done=functools.partial(self._note_outcomes, store),
-                )
+            for commit in self._commits_of(store):
+                self._link.commit(commit)
+
+    def _commits_of(self, store: Store) -> list[Commit]:
+        """One for each group. Those of which a whole prefix is needed come last: who waits for a prefix to be there
+        then finds the rest there too.
+        """
+        commits: list[tuple[bool, Commit]] = []
+        done = 0
+        for group, keys in by_group(store.keys).items():
+            slots, done = store.slots.part(done, done + len(keys)), done + len(keys)
+            parent = store.parents.get(group)
+            commit = Commit(
+                slots,
+                [hash_of(key) for key in keys],
+                hash_of(parent) if parent is not None else None,
+                done=functools.partial(self._note_outcomes, keys, slots.generation),
             )
+            commits.append((group not in self._windowed, commit))
+        return [commit for _, commit in sorted(commits, key=lambda each: each[0])]
 
     def reset(self) -> None:
         """The engine forgets its stores under way: none of them is published."""
@@ -223,16 +254,16 @@ class Stores:
         """
         return self._now() < self._reports_until and any(store.orphan for store in self._under_way.values())
 
-    def _note_outcomes(self, store: Store, outcomes: np.ndarray) -> None:
+    def _note_outcomes(self, keys: Sequence[bytes], generation: bytes, outcomes: np.ndarray) -> None:
         """On the link's thread."""
-        self._outcomes.append((store, outcomes))
+        self._outcomes.append((keys, generation, outcomes))
 
     def _take_outcomes(self) -> None:
         """Learns from what the link has published."""
         while self._outcomes:
-            store, outcomes = self._outcomes.popleft()
-            present = [key for key, outcome in zip(store.keys, outcomes.tolist(), strict=True) if outcome in (1, 2)]
-            self._known.add(present, store.slots.generation)
+            keys, generation, outcomes = self._outcomes.popleft()
+            present = [key for key, outcome in zip(keys, outcomes.tolist(), strict=True) if outcome in (1, 2)]
+            self._known.add(present, generation)
 
     def _give_back(self, store: Store, reason: str) -> None:
         self._forget(store)

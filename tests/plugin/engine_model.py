@@ -14,9 +14,10 @@ import numpy as np
 
 from engine_plugin.vllm.coming import NOTHING_EXPECTED, Expected
 from engine_plugin.vllm.link import DaemonLink
-from engine_plugin.vllm.lookups import LoadPlan, Lookups, Verdict, hash_of
+from engine_plugin.vllm.lookups import LoadPlan, Lookups, Verdict
 from engine_plugin.vllm.offers import Offers
 from engine_plugin.vllm.rates import LoadPolicy
+from engine_plugin.vllm.runs import hash_of
 from engine_plugin.vllm.stores import KnownKeys, Store, Stores
 from tests.plugin.fakes import SLOT_BYTES, FakeClient, FakeDaemon
 
@@ -160,7 +161,7 @@ class Engine:
                 step = request.keys[request.computed : request.computed + 4]
                 parent = request.keys[request.computed - 1] if request.computed else None
                 request.computed += len(step)
-                store = self.stores.prepare(step, parent)
+                store = self.stores.prepare(step, {0: parent} if parent is not None else {})
                 if store is not None:
                     self.copies += [Copy(store, rank) for rank in range(WORKERS)]
         self.time += 0.01

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from engine_plugin.vllm.coming import PAUSE_MAX_S, STALL_S
-from engine_plugin.vllm.lookups import hash_of
+from engine_plugin.vllm.runs import hash_of
 from engine_plugin.vllm.stock import STOCK_BASE
 from tests.plugin.engine_model import Engine, Request, stored
 from tests.plugin.fakes import FakeDaemon

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from engine_plugin.vllm.lookups import hash_of
+from engine_plugin.vllm.runs import hash_of
 from engine_plugin.vllm.stock import STOCK_IDLE_S
 from tests.plugin.engine_model import Engine, Request, key_of, stored
 from tests.plugin.fakes import FakeDaemon

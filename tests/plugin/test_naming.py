@@ -183,7 +183,6 @@ def test_weights_in_a_folder_are_told_apart(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("path", "value", "says"),
     [
-        ("groups", (1, 2), "2 KV cache groups"),
         ("parallel.dcp_size", 2, "use tensor or pipeline parallelism"),
         ("worker_kv_bytes_per_block", 0, "how large"),
     ],
@@ -192,6 +191,22 @@ def test_what_does_not_work_is_refused_with_the_alternative(path: str, value: An
     refuse_unsupported(config(), FACTS)
     with pytest.raises(ConfigError, match=says):
         refuse_unsupported(_with(path, value), FACTS)
+
+
+def test_blocks_of_windows_are_stored_one_by_one() -> None:
+    facts = EngineFacts(windowed=frozenset({0}))
+    refuse_unsupported(_with("cache.blocks_per_chunk", 1), facts)
+    with pytest.raises(ConfigError, match="remove 'block_size'"):
+        refuse_unsupported(config(), facts)
+
+
+def test_stages_of_different_sizes_with_several_groups_are_refused() -> None:
+    stages = _with("parallel.pp_size", 2, "parallel.tp_size", 1)
+    refuse_unsupported(stages, EngineFacts(stages=(4, 3)))
+    stages.groups *= 2
+    refuse_unsupported(stages, EngineFacts(stages=(4, 4)))
+    with pytest.raises(ConfigError, match="stages of equal size"):
+        refuse_unsupported(stages, EngineFacts(stages=(4, 3)))
 
 
 def test_canonical_blocks_that_would_not_be_portable_are_refused() -> None:

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from engine_plugin.vllm.link import BREAK_S
-from engine_plugin.vllm.lookups import ANSWERS_MAX, REPORT_STEPS, Verdict, hash_of
+from engine_plugin.vllm.lookups import ANSWERS_MAX, REPORT_STEPS, Verdict
+from engine_plugin.vllm.runs import hash_of
 from engine_plugin.vllm.stock import STOCK_BASE, STOCK_IDLE_S, STOCK_UNUSED_S
 from engine_plugin.vllm.stores import KNOWN_S, REPORTS_S
 from tests.plugin.engine_model import GROUP, WORKERS, Engine, Request, content_of, key_of, stored

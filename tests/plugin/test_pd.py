@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from engine_plugin.vllm.coming import Expected
-from engine_plugin.vllm.lookups import ANSWERS_MAX, PROMISED_MAX, hash_of
+from engine_plugin.vllm.lookups import ANSWERS_MAX, PROMISED_MAX
 from engine_plugin.vllm.pd import BadParams, PrefillDecode, Side
+from engine_plugin.vllm.runs import hash_of
 from tests.plugin.engine_model import Engine, Request, key_of, stored
 from tests.plugin.fakes import FakeDaemon
 from tests.plugin.test_coming import DEADLINE_S, STEP_S, load, steps

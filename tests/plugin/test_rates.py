@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from engine_plugin.vllm.lookups import hash_of
 from engine_plugin.vllm.rates import BELOW, PREFILL_TOKENS_MIN, PROBE_S, LoadPolicy, Rate, Steps
+from engine_plugin.vllm.runs import hash_of
 from tests.plugin.engine_model import TOKENS, Engine, Request, stored
 
 TOKENS_PER_BLOCK = 100

@@ -1,0 +1,227 @@
+"""Requests with blocks in several KV-cache groups: one with full attention (0) and one with a sliding window (1)."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from engine_plugin.vllm.coming import STALL_S, Expected
+from engine_plugin.vllm.link import DaemonLink
+from engine_plugin.vllm.lookups import Lookups, Verdict
+from engine_plugin.vllm.runs import Gathered, by_group, gather, group_of, hash_of, runs_of, split
+from engine_plugin.vllm.stores import KnownKeys, Store, Stores
+from tests.plugin.fakes import FakeClient, FakeDaemon, FakeLease
+
+FULL, WINDOW = 0, 1
+STEP_S = 0.01
+
+
+def key(group: int, place: int) -> bytes:
+    return hashlib.sha256(str(place).encode()).digest() + group.to_bytes(4, "big")
+
+
+def chain(group: int, places: Sequence[int]) -> list[bytes]:
+    return [key(group, place) for place in places]
+
+
+class Rig:
+    """The scheduler's part of an engine with one worker."""
+
+    def __init__(self, daemon: FakeDaemon | None = None) -> None:
+        self.time = 100.0
+        self.daemon = daemon or FakeDaemon()
+        self.client = FakeClient(self.daemon)
+        self.link = DaemonLink(self.client, stock_max=24, now=lambda: self.time, threaded=False)
+        self.expected = Expected()
+        known = KnownKeys(lambda: self.time)
+        self.lookups = Lookups(
+            self.link,
+            deadline_s=0.5,
+            now=lambda: self.time,
+            ready_generation=lambda: self.daemon.arena.generation,
+            on_present=known.add,
+            expect=lambda _req_id, _keys: self.expected,
+            windowed={WINDOW},
+        )
+        self.stores = Stores(
+            self.link,
+            workers=1,
+            known=known,
+            ready_generation=lambda: self.daemon.arena.generation,
+            ask_about=self.lookups.ask_about,
+            windowed={WINDOW},
+            now=lambda: self.time,
+        )
+        self.link.set_busy(True)
+        self.step()
+
+    def step(self) -> None:
+        self.lookups.step_end((), ())
+        self.link.turn()
+        self.time += STEP_S
+
+    def ask(self, keys: Sequence[bytes]) -> list[Verdict]:
+        """As vLLM does: a prefix up to its first miss, a window from its end."""
+        return [self.lookups.lookup("request", each) for each in keys]
+
+    def store(self, full: Sequence[int], window: Sequence[int]) -> Store | None:
+        """Stores blocks by their places, all of them copied at once."""
+        keys = [*chain(FULL, full), *chain(WINDOW, window)]
+        ends = dict(zip(keys, [*full, *window], strict=True))
+        self.link._stock.announce(len(keys))
+        self.link.turn()
+        store = self.stores.prepare(keys, {}, ends.__getitem__)
+        if store is not None:
+            self.stores.report({store.ticket: 1}, ())
+            self.stores.complete(store.keys)
+        self.step()
+        return store
+
+
+def test_keys_name_their_group() -> None:
+    assert [group_of(key(group, 3)) for group in (0, 1, 300)] == [0, 1, 300]
+    assert len({hash_of(key(group, 3)) for group in range(3)}) == 3
+    assert hash_of(key(0, 3)) == key(0, 3)[:-4]  # as in an engine with one group
+
+
+def test_runs() -> None:
+    keys = [*chain(0, range(4)), *chain(1, range(2)), *chain(2, range(3))]
+    assert runs_of(keys, {1}) == (4, 1, 1, 3)
+    assert runs_of(keys[:4], {1}) == ()
+    assert runs_of(keys[4:6], {1}) == (1, 1)
+    assert [list(run) for run in split(keys, (4, 1, 1, 3))] == [keys[:4], keys[4:5], keys[5:6], keys[6:]]
+    assert by_group(keys) == {0: keys[:4], 1: keys[4:6], 2: keys[6:]}
+
+
+def test_what_runs_are_answered_is_put_together() -> None:
+    def lease(*offsets: int, pending: int = 0) -> FakeLease:
+        return FakeLease(1, b"g", np.array(offsets, np.uint64), np.array(offsets, np.uint32), pending)
+
+    found = gather([lease(7, 8, pending=1), lease(), lease(9)], (4, 1, 1))
+    assert isinstance(found, Gathered)
+    assert found.places.tolist() == [0, 1, 5]
+    assert found.offsets.tolist() == [7, 8, 9]
+    assert (found.pending, len(found.leases)) == (1, 2)
+
+
+def test_a_window_is_found_though_its_beginning_is_not() -> None:
+    rig = Rig()
+    rig.store(range(6), [4, 5])
+    asked = [*chain(FULL, range(8)), *chain(WINDOW, range(7, -1, -1))]
+    assert set(rig.ask(asked)) == {Verdict.RETRY}
+    rig.step()
+    hits = [place for place, verdict in enumerate(rig.ask(asked)) if verdict is Verdict.HIT]
+    assert hits == [0, 1, 2, 3, 4, 5, 10, 11]  # a window's keys are asked from the end: those of 5 and 4
+    plan = rig.lookups.prepare_load("request", [*chain(FULL, range(6)), *chain(WINDOW, [4, 5])])
+    assert plan is not None
+    slots = [rig.daemon.blocks[hash_of(each)] for each in [*chain(FULL, range(6)), *chain(WINDOW, [4, 5])]]
+    assert plan.offsets.tolist() == [slot * rig.daemon.arena.memory.shape[1] for slot in slots]
+    rig.lookups.load_done("request")
+    rig.step()
+    assert not rig.daemon.leases
+
+
+def test_a_load_of_what_is_not_pinned_is_refused() -> None:
+    rig = Rig()
+    rig.store(range(4), [3])
+    rig.ask([*chain(FULL, range(4)), *chain(WINDOW, [3, 2])])
+    rig.step()
+    assert rig.ask(chain(WINDOW, [3, 2])) == [Verdict.HIT, Verdict.MISS]
+    assert rig.lookups.prepare_load("request", [*chain(FULL, range(4)), key(WINDOW, 2)]) is None
+
+
+def test_a_failed_window_is_not_promised_again_and_others_are() -> None:
+    rig = Rig()
+    rig.store(range(4), [1, 3])
+    asked = [*chain(FULL, range(4)), *chain(WINDOW, [3, 2, 1])]
+    rig.ask(asked)
+    rig.step()
+    assert rig.ask(asked).count(Verdict.HIT) == 6
+    assert rig.lookups.prepare_load("request", chain(WINDOW, [3])) is not None
+    rig.lookups.load_failed("request")
+    rig.lookups.load_done("request")
+    rig.store(range(4, 6), [5])
+    again = [*chain(FULL, range(4, 6)), *chain(WINDOW, [5, 3])]
+    rig.ask(again)
+    rig.step()
+    assert rig.ask(again) == [Verdict.HIT, Verdict.HIT, Verdict.HIT, Verdict.MISS]
+
+
+def test_with_too_few_slots_the_front_is_stored_in_all_groups() -> None:
+    rig = Rig(FakeDaemon(slots=6))
+    store = rig.store(range(8), range(8))
+    assert store is not None
+    per_group = by_group(store.keys)
+    assert per_group[FULL] == chain(FULL, range(len(per_group[FULL])))
+    assert per_group[WINDOW] == chain(WINDOW, range(len(per_group[WINDOW])))
+    assert abs(len(per_group[FULL]) - len(per_group[WINDOW])) <= 1
+
+
+def test_who_finds_a_whole_prefix_finds_its_window_too() -> None:
+    """The window is published first."""
+    rig = Rig()
+    store = rig.stores.prepare([*chain(FULL, range(2)), *chain(WINDOW, range(2))], {}, lambda _key: 0)
+    assert store is not None
+    assert [list(commit.hashes) for commit in rig.stores._commits_of(store)] == [
+        [hash_of(each) for each in chain(group, range(2))] for group in (WINDOW, FULL)
+    ]
+
+
+def test_blocks_on_disk_are_waited_for_in_all_groups() -> None:
+    rig = Rig()
+    rig.store(range(4), [3])
+    everything = [hash_of(each) for each in [*chain(FULL, range(4)), key(WINDOW, 3)]]
+    for each in everything:
+        rig.daemon.copy_down(each)
+    for each in everything[1:]:
+        rig.daemon.evict(each)
+    asked = [*chain(FULL, range(4)), *chain(WINDOW, [3, 2])]
+    rig.ask(asked)
+    for _ in range(3):
+        rig.step()
+        assert rig.ask(asked)[0] is Verdict.RETRY
+    for each in everything[1:]:
+        rig.daemon.come_up(each)
+    for _ in range(10):
+        rig.step()
+        if rig.ask(asked)[0] is Verdict.HIT:
+            break
+    assert rig.ask(asked) == [Verdict.HIT] * 5 + [Verdict.MISS]
+    rig.lookups.finished("request")
+    rig.step()
+    assert not rig.daemon.leases
+
+
+def test_blocks_on_disk_that_hang_are_computed() -> None:
+    rig = Rig()
+    rig.store(range(4), [3])
+    lost = hash_of(key(WINDOW, 3))
+    rig.daemon.copy_down(lost)
+    rig.daemon.evict(lost)
+    asked = [*chain(FULL, range(4)), *chain(WINDOW, [3])]
+    rig.ask(asked)
+    for _ in range(int(2 * STALL_S / STEP_S)):
+        rig.step()
+        if rig.ask(asked)[0] is not Verdict.RETRY:
+            break
+    assert rig.ask(asked) == [Verdict.HIT] * 4 + [Verdict.MISS]
+
+
+@pytest.mark.parametrize("arrives", [True, False])
+def test_blocks_that_another_engine_has_promised(arrives: bool) -> None:
+    rig = Rig()
+    rig.expected = Expected(keys=4, settled=0, until=rig.time + 1)
+    asked = [*chain(FULL, range(4)), *chain(WINDOW, [3])]
+    rig.ask(asked)
+    rig.step()
+    assert rig.ask(asked)[0] is Verdict.RETRY
+    if arrives:
+        rig.store(range(4), [3])
+    for _ in range(200):
+        rig.step()
+        if rig.ask(asked)[0] is not Verdict.RETRY:
+            break
+    assert rig.ask(asked) == [Verdict.HIT if arrives else Verdict.MISS] * 5

@@ -1,0 +1,49 @@
+"""Models with several KV-cache groups: sliding windows and recurrent states beside full attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.vllm.harness import BLOCK_TOKENS, Daemon, Engine, prompt, wait_until
+
+Models = Callable[[str], Path]
+
+
+def stores_then_loads(first: Engine, second: Engine, daemon: Daemon, seed: int, block_tokens: int) -> None:
+    """What the first engine computes the second one loads, whole prompts and a shared beginning."""
+    whole = prompt(seed)
+    shared = whole[: 6 * BLOCK_TOKENS] + prompt(seed + 1, 150)
+    expected = second.generate(shared)[0]["tokens"]  # computed: nothing is stored of it so far
+    second.forget_local()
+    before = daemon.stored_blocks()
+    computed = first.generate(whole)[0]
+    daemon.wait_stored(before + len(whole) // block_tokens)
+    wait_until("nothing is under way", lambda: daemon.stats()["reserved_slots"] == 0)
+    hits = second.external_hits()
+    loaded = second.generate(whole)[0]
+    assert loaded["tokens"] == computed["tokens"]
+    assert loaded["cached"] == second.external_hits() - hits > 0.9 * len(whole)
+    answer = second.generate(shared)[0]
+    assert answer["tokens"] == expected
+    for engine in (first, second):
+        assert engine.metric("vllm:kvstore_load_failures") == engine.metric("vllm:kvstore_hook_errors") == 0
+    wait_until("the pins are given back", lambda: daemon.stats()["pins"] == 0)
+
+
+def test_sliding_windows_beside_full_attention(daemon: Daemon, models: Models, engines: Callable[..., Engine]) -> None:
+    options: dict[str, Any] = {"model": str(models("windows")), "num_gpu_blocks_override": 400}
+    extra = {"kvstore.endpoint": daemon.endpoint}
+    first, second = engines("windows-1", extra, **options), engines("windows-2", extra, **options)
+    for engine in (first.ready(), second.ready()):
+        engine.wait_storing(daemon)
+    stores_then_loads(first, second, daemon, 91, BLOCK_TOKENS)
+    # A load that fails is computed, though vLLM cannot say which blocks of several groups are bad.
+    second.forget_local()
+    second.ask(do="damage_loads", count=1)
+    again = second.generate(prompt(91))[0]
+    assert again["tokens"] == first.generate(prompt(91))[0]["tokens"]
+    assert second.metric("vllm:kvstore_load_failures") == 1
+    first.stop()
+    second.stop()
