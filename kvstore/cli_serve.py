@@ -26,7 +26,7 @@ def _settings_options(function: Callable[..., Any]) -> Callable[..., Any]:
             flag_of(name),
             name,
             metavar=str(extra["metavar"]),
-            multiple=name in ("listen", "disk_dir"),
+            multiple=name in ("listen", "disk_dir", "peer"),
             help=f"{field.description}{f'  [default: {shown_default}]' if shown_default != '' else ''}",
         )(function)
     return click.option(

@@ -197,6 +197,20 @@ class Settings(pydantic.BaseModel):
         le=60,
         help="How long Redis may take to answer, or to move the next bytes, before it counts as a miss.",
     )
+    peer: Listeners = _field(
+        "endpoint",
+        (),
+        metavar="HOST:PORT",
+        help="Another daemon that is asked for what is not here. May be repeated. It is called with --token-file and, "
+        "where this daemon has --tls-cert, over TLS.",
+    )
+    peer_deadline_s: float = _field(
+        "seconds",
+        0.25,
+        gt=0,
+        le=60,
+        help="How long a peer may take to say what it has, or to move the next bytes, before it counts as a miss.",
+    )
     block_size: int = _field(
         "tokens",
         64,
@@ -372,6 +386,13 @@ class Settings(pydantic.BaseModel):
             raise ValueError("--tls-ca needs --tls-cert and --tls-key")
         if self.tls_clients == "verified" and self.tls_ca is None:
             raise ValueError("--tls-clients verified needs --tls-ca FILE")
+        for peer in self.peer:
+            if peer.is_unix or not peer.port:
+                raise ValueError(f"--peer {peer}: a peer is HOST:PORT")
+            if peer in self.listen:
+                raise ValueError(f"--peer {peer} is this daemon itself: it is in --listen")
+        if len(set(self.peer)) != len(self.peer):
+            raise ValueError(f"--peer names a daemon twice: {', '.join(map(str, self.peer))}")
 
     @property
     def first_tcp(self) -> Endpoint | None:

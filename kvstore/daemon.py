@@ -334,10 +334,11 @@ def _tls(settings: Settings) -> Tls | None:
 def _tiers(settings: Settings, clock: Clock) -> list[Tier]:
     """What the settings put below the pool, in their order."""
     make = {"disk": _disk_tier, "redis": _redis_tier}
-    return [make[kind](settings, clock) for kind in settings.tier_order]
+    tiers = [make[kind](settings, clock) for kind in settings.tier_order]
+    return [*tiers, _peer_tier(settings, clock)] if settings.peer else tiers
 
 
-# Imports stand in these two, so that a daemon without a tier starts without its libraries.
+# Imports stand in these three, so that a daemon without a tier starts without its libraries.
 
 
 def _disk_tier(settings: Settings, clock: Clock) -> Tier:
@@ -366,6 +367,18 @@ def _redis_tier(settings: Settings, clock: Clock) -> Tier:
         ttl_s=settings.redis_ttl_s,
         connections=settings.redis_connections,
         deadline_s=settings.redis_deadline_s,
+    )
+
+
+def _peer_tier(settings: Settings, clock: Clock) -> Tier:
+    from kvstore.tiers.peer import PeerTier
+
+    return PeerTier(
+        settings.peer,
+        clock,
+        token=settings.read_token(),
+        tls=Tls(settings.tls_ca, settings.tls_cert, settings.tls_key) if settings.tls_cert is not None else None,
+        deadline_s=settings.peer_deadline_s,
     )
 
 

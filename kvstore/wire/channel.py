@@ -67,3 +67,10 @@ def open_channel(endpoint: Endpoint, token: str | None, tls: Tls | None = None) 
     else:
         channel = grpc.secure_channel(endpoint.grpc_target, tls.channel_credentials(), options=_OPTIONS)
     return grpc.intercept_channel(channel, _TokenInterceptor(token)) if token else channel
+
+
+def open_async_channel(endpoint: Endpoint, tls: Tls | None = None) -> grpc.aio.Channel:
+    """As open_channel, for an event loop; a token goes with each call."""
+    if tls is None or endpoint.is_unix:
+        return grpc.aio.insecure_channel(endpoint.grpc_target, options=_OPTIONS)
+    return grpc.aio.secure_channel(endpoint.grpc_target, tls.channel_credentials(), options=_OPTIONS)

@@ -62,6 +62,24 @@ LAYERS: dict[str, set[str]] = {
         "kvstore.tier",
         "kvstore.tiers",
     },
+    # A daemon that asks another one is its client.
+    "kvstore.tiers.peer": {
+        "kvstore.clock",
+        "kvstore.endpoint",
+        "kvstore.tier",
+        "kvstore.tiers",
+        "kvstore.wire.tls",
+    },
+    "kvstore.tiers.peer_link": {
+        "kvstore.clock",
+        "kvstore.data_link",
+        "kvstore.endpoint",
+        "kvstore.errors",
+        "kvstore.log",
+        "kvstore.tier",
+        "kvstore.tiers",
+        "kvstore.wire",
+    },
     "kvstore.hierarchy": {
         "kvstore.arena",
         "kvstore.arrivals",
@@ -187,6 +205,7 @@ OTHERS: dict[str, set[str]] = {
         "kvstore.connection",
         "kvstore.daemon",
         "kvstore.service",
+        "kvstore.tiers.peer_link",
         "kvstore.wire",
     },
     "torch": {"engine_plugin"},

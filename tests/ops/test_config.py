@@ -121,6 +121,8 @@ def test_every_setting_can_be_given_in_all_three_ways(tmp_path: Path) -> None:
         "redis_key_prefix": "kv:",
         "redis_connections": 2,
         "redis_deadline_s": 0.5,
+        "peer": ["192.0.2.1:7070", "cache.lan:7071"],
+        "peer_deadline_s": 0.125,
         "block_size": 16,
         "listen": ["unix:/a", "127.0.0.1:7070"],
         "token_file": str(token),
@@ -248,6 +250,9 @@ def test_a_listener_for_this_machine_needs_none(address: str) -> None:
             {"tls_cert": "/c", "tls_key": "/k", "tls_clients": "verified", "listen": ("127.0.0.1:7070",)},
             "--tls-ca FILE",
         ),
+        ({"peer": ("unix:/x",)}, "HOST:PORT"),
+        ({"peer": ("127.0.0.1:7070",), "listen": ("127.0.0.1:7070",)}, "this daemon itself"),
+        ({"peer": ("a:1", "a:1")}, "twice"),
     ],
 )
 def test_network_settings_that_cannot_be(flags: dict[str, object], part: str) -> None:
