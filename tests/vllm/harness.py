@@ -125,6 +125,20 @@ def several(*connectors: dict[str, Any]) -> dict[str, Any]:
     return {"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
 
 
+def engine_environment() -> dict[str, str]:
+    """Variables of every process with an engine: no network, little memory."""
+    return {
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        # Threads that spin at barriers make several engines on few cores crawl.
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "KMP_BLOCKTIME": "0",
+    }
+
+
 class Engine:
     """A vLLM engine in a process of its own. In that process everything runs (or, as usual, in several more)."""
 
@@ -158,14 +172,7 @@ class Engine:
             settings["kv_transfer_config"] = connector(extra, role)
         variables = {
             **os.environ,
-            "HF_HUB_OFFLINE": "1",
-            "TRANSFORMERS_OFFLINE": "1",
-            "VLLM_NO_USAGE_STATS": "1",
-            "DO_NOT_TRACK": "1",
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            # Threads that spin at barriers make several engines on few cores crawl.
-            "OMP_WAIT_POLICY": "PASSIVE",
-            "KMP_BLOCKTIME": "0",
+            **engine_environment(),
             "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if processes else "0",
             **(environment or {}),
         }
