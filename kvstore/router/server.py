@@ -332,8 +332,9 @@ async def serve(settings: RouterSettings) -> int:
         address = runner.addresses[0]
         _log.info("listening", address=f"{address[0]}:{address[1]}", prefill=settings.prefill, decode=settings.decode)
         await stopping.wait()
-        _log.info("draining", seconds_max=settings.drain_s)
         router.drain()
+        await site.stop()
+        _log.info("draining", seconds_max=settings.drain_s)
     finally:
         await runner.cleanup()
     _log.info("stopped")
