@@ -26,6 +26,7 @@ import numpy.typing as npt
 from kvstore.arena import ArenaView, Epochs, Offsets
 from kvstore.blocks import Namespace
 from kvstore.connection import Attached, Connection
+from kvstore.direct import DiskExtent
 from kvstore.endpoint import Endpoint, default_endpoint, parse_endpoint
 from kvstore.errors import Damage, InvalidRequest, KVStoreError, NoMapping, RetryLater, StaleGeneration
 from kvstore.found import Found
@@ -565,6 +566,36 @@ class Client:
         where this session ends.
         """
         return self._claim(keys, 0.0, kv_group, drop=True)[0]
+
+    @contextlib.contextmanager
+    def lease_extents(self, keys: Sequence[bytes], *, kv_group: int = 0) -> Iterator[dict[bytes, DiskExtent]]:
+        """Where blocks lie on the daemon's disk, to be read by this process itself; see kvstore.direct. Each key by
+        itself: what is not on a disk is left out.
+
+        Raises:
+            InvalidRequest: this client is not on the daemon's host.
+        """
+        reply, attached = self._connection.ask(
+            lambda at: (
+                "LeaseExtents",
+                engine_pb2.LeaseExtentsRequest(
+                    session=at.session,
+                    namespace=_digest(at),
+                    group=kv_group,
+                    keys=keys,
+                    request_id=self._connection.next_request_id(),
+                ),
+            )
+        )
+        try:
+            yield {
+                keys[extent.key]: DiskExtent(reply.paths[extent.path], extent.offset, extent.size_bytes, extent.check)
+                for extent in reply.extents
+            }
+        finally:
+            if reply.lease:
+                with contextlib.suppress(RetryLater):  # its session has gone, and the lease with it
+                    self._release(attached, [reply.lease], remove=False)
 
     def release(self, leases: Iterable[Lease], *, remove: bool = False) -> int:
         """Gives leases back, in one call; those of an earlier life of the daemon ended with it. Returns how many.

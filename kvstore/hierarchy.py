@@ -30,6 +30,7 @@ from kvstore.blocks import DIGEST_BYTES, KEY_BYTES_MAX, check_block_bytes, diges
 from kvstore.clock import Clock
 from kvstore.directory import Block, BlockState, Keyspace, NamespaceEntry
 from kvstore.errors import InvalidRequest, LimitExceeded, SizeMismatch, UnknownNamespace
+from kvstore.extents import Extents
 from kvstore.leases import Lease, LeaseTable, Reservation, Session
 from kvstore.pool import Pool, Reserved, Shortfall
 from kvstore.tier import Tier, TierNamespace
@@ -88,6 +89,7 @@ class Hierarchy:
         self.arrivals = Arrivals(arena, self.pool.give_back)
         self.transfers = Transfers(self.pool, tiers, write_policy, clock, self._wake, self._wake_reservers, keepers)
         self.sessions = LeaseTable(clock)
+        self.extents = Extents(self.transfers, self.sessions)
         self.namespaces: dict[bytes, NamespaceEntry] = {}
         self.counts = Counts()
         self.draining = False
@@ -391,6 +393,7 @@ class Hierarchy:
         session.forgotten.append(request_id)
         self.release(session, [lease.id for lease in session.leases.values() if lease.request_id == request_id])
         self.abort(session, [offset for offset, held in session.reserved.items() if held.request_id == request_id])
+        self.extents.forget(session, request_id)
 
     def _end_lease(self, lease: Lease) -> None:
         if lease.drop:
@@ -652,6 +655,7 @@ class Hierarchy:
             leases, gone.leases = list(gone.leases.values()), {}
             for lease in leases:
                 self._end_lease(lease)
+            self.extents.end(gone)
             reserved, gone.reserved = list(gone.reserved.items()), {}
             for offset, held in reserved:
                 self.arrivals.give_back(gone.group, held.keyspace, offset)

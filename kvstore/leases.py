@@ -13,6 +13,7 @@ from kvstore.blocks import SESSION_ID_BYTES
 from kvstore.clock import Clock
 from kvstore.directory import Block, Keyspace, Share
 from kvstore.errors import InvalidRequest, UnknownSession
+from kvstore.tier import Held, Tier
 
 _GROUP_ID_BYTES: Final = 8
 _SECRET_BYTES: Final = 32
@@ -60,6 +61,15 @@ class Lease:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class ExtentLease:
+    """Blocks pinned where they lie below the pool, held by one session: each with the tier that has it."""
+
+    id: int
+    places: list[tuple[Tier, Held]]
+    request_id: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Reservation:
     """An empty slot that a session holds: what for, and by which request (0: it has no number)."""
 
@@ -73,7 +83,7 @@ class Session:
 
     Attributes:
         id: Random; names the session in every call and is all that a handoff asks for.
-        leases: By id.
+        leases, extents: By id.
         reserved: The empty slots it holds, by offset.
         forgotten: Requests whose answers the client never saw and does not want any more; the last few.
         mapped: Whether it was given the mapping.
@@ -86,6 +96,7 @@ class Session:
     group: Group
     attached_at: float
     leases: dict[int, Lease] = dataclasses.field(default_factory=dict)
+    extents: dict[int, ExtentLease] = dataclasses.field(default_factory=dict)
     reserved: dict[int, Reservation] = dataclasses.field(default_factory=dict)
     forgotten: deque[int] = dataclasses.field(default_factory=lambda: deque(maxlen=_FORGOTTEN_MAX))
     mapped: bool = False
@@ -142,6 +153,12 @@ class LeaseTable:
         session.leases[lease.id] = lease
         return lease
 
+    def grant_extents(self, session: Session, places: list[tuple[Tier, Held]], request_id: int) -> ExtentLease:
+        """Opens a lease on blocks below the pool; the caller has pinned them there."""
+        lease = ExtentLease(next(self._lease_ids), places, request_id)
+        session.extents[lease.id] = lease
+        return lease
+
     def end(self, session: Session) -> list[Session]:
         """Ends a session. Returns those whose holdings are free now: none while another member of its group lives."""
         if session.ended:
@@ -150,7 +167,7 @@ class LeaseTable:
         del self._sessions[session.id]
         group = session.group
         del group.members[session.id]
-        if session.leases or session.reserved or not group.members:
+        if session.leases or session.extents or session.reserved or not group.members:
             group.lingering.append(session)
         if group.members:
             return []

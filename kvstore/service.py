@@ -285,7 +285,31 @@ class EngineService(_Servicer, engine_pb2_grpc.EngineServicer):
             released, removed = await self._hierarchy.confirm(session, request.leases, hold=request.hold)
         else:
             released, removed = self._hierarchy.release(session, request.leases)
+        released += self._hierarchy.extents.release(session, request.leases)
         return engine_pb2.ReleaseReply(released=released, removed=removed)
+
+    @_method
+    async def LeaseExtents(self, request: engine_pb2.LeaseExtentsRequest, context: Any) -> Any:
+        session, keyspace = self._session_and_keyspace(request.session, request.namespace, request.group)
+        self._check_count(len(request.keys))
+        self._check_wanted(session, request.request_id)
+        if not session.mapped:
+            raise InvalidRequest("files can be read by clients on this host only, which have the pool's mapping")
+        lease, places = await self._hierarchy.extents.lease(session, keyspace, list(request.keys), request.request_id)
+        paths = {held.path: 0 for held in places if held is not None}
+        numbers = {path: number for number, path in enumerate(paths)}
+        return engine_pb2.LeaseExtentsReply(
+            generation=self._generation + session.group.id,
+            lease=lease,
+            paths=list(paths),
+            extents=[
+                engine_pb2.Extent(
+                    key=index, path=numbers[held.path], offset=held.offset, size_bytes=held.size_bytes, check=held.check
+                )
+                for index, held in enumerate(places)
+                if held is not None
+            ],
+        )
 
     @_method
     async def Watch(self, request: engine_pb2.WatchRequest, context: Any) -> Any:

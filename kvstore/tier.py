@@ -84,6 +84,25 @@ class TierNamespace:
     group_bytes: tuple[int, ...]
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Held:
+    """Where a block lies on a medium that its reader can open by itself. Nothing else is written there until let_go().
+
+    Attributes:
+        path: The file.
+        offset: Where the block starts in it; a multiple of 4096.
+        size_bytes: Its length.
+        check: xxh3_64 of its bytes. Readers compare: the medium is not above suspicion.
+        hold: The tier's own.
+    """
+
+    path: str
+    offset: int
+    size_bytes: int
+    check: int
+    hold: Any
+
+
 class Tier(abc.ABC):
     """See the module. Keys are made by tier_key; buffers are C-contiguous and of the block's size exactly.
 
@@ -157,3 +176,13 @@ class Tier(abc.ABC):
         """`name`, `state`, `capacity_bytes`, `used_bytes`, `blocks`, and whatever else an operator of this tier
         wants.
         """
+
+    async def hold(self, keys: Sequence[bytes], deadline_s: float) -> list[Held | None]:
+        """Pins blocks where they lie, for readers that fetch the bytes themselves. None: absent, or the medium is not
+        one to be read by others, which is what a tier says that does not know better.
+        """
+        return [None] * len(keys)
+
+    def let_go(self, held: Held) -> None:
+        """Ends what hold() began."""
+        raise NotImplementedError("nothing was held")

@@ -32,10 +32,11 @@ from kvstore.blocks import DIGEST_BYTES
 from kvstore.clock import Clock
 from kvstore.errors import ConfigError
 from kvstore.log import get_logger
-from kvstore.tier import ReadOutcome, Tier, TierNamespace, TierState, WriteOutcome
+from kvstore.tier import Held, ReadOutcome, Tier, TierNamespace, TierState, WriteOutcome
 from kvstore.tiers.disk_commit import Committer
 from kvstore.tiers.disk_folder import PROBE_FILE, DiskFolder
 from kvstore.tiers.disk_health import Health
+from kvstore.tiers.disk_holder import Holder
 from kvstore.tiers.disk_index import DiskIndex
 from kvstore.tiers.disk_keeper import Keeper
 from kvstore.tiers.disk_load import FIXED_BYTES, Loaded, load
@@ -69,8 +70,8 @@ class DiskTier(Tier):
         clock: Clock,
         *,
         name: str = "disk",
-        read_threads: int = 4,
-        write_threads: int = 4,
+        read_threads: int = 8,
+        write_threads: int = 8,
         read_queue_blocks: int = 65536,
         write_queue_bytes: int = 256 << 20,
         commit_interval_s: float = 0.05,
@@ -85,6 +86,8 @@ class DiskTier(Tier):
         Args:
             directory: Made where there is none; for this tier alone.
             capacity_bytes: Hard budget for everything in the directory.
+            read_threads, write_threads: How many transfers go on at a time. A thread hashes, too, so it takes more of
+                them than the depth at which the device is at its limit (4; bench/disk.py).
             read_queue_blocks: Loads beyond this many that wait fail at once.
             write_queue_bytes: Stores beyond this many that wait are THROTTLED.
             commit_interval_s: Longest time before a group commit begins.
@@ -134,6 +137,7 @@ class DiskTier(Tier):
         self.committer: Committer | None = None
         self.room: Room | None = None
         self.reader: Reader | None = None
+        self.holder: Holder | None = None
         self.writer: Writer | None = None
         self.index: DiskIndex | None = None
         self.mover = Mover(self._io, 1)
@@ -226,6 +230,7 @@ class DiskTier(Tier):
             self.health,
             self.counts,
         )
+        self.holder = Holder(self.books, self.reader, self.folder, self.threads, self.health)
         self.writer = Writer(
             self.books,
             self.room,
@@ -433,6 +438,15 @@ class DiskTier(Tier):
                 self.committer.removed(entry)
         self._owed_keys.clear()
         self._owed_digests.clear()
+
+    async def hold(self, keys: Sequence[bytes], deadline_s: float) -> list[Held | None]:
+        if self.holder is None or not self._serves:
+            return [None] * len(keys)
+        return await self.holder.hold(keys, deadline_s)
+
+    def let_go(self, held: Held) -> None:
+        if self.holder is not None:
+            self.holder.let_go(held)
 
     def touch(self, keys: Sequence[bytes]) -> None:
         index = self.books.index

@@ -75,7 +75,7 @@ class Reader:
         # Meanwhile blocks may have been deleted or evicted; their extents wait for _let_go.
         for place, code in ended.moved:
             self._let_go(entries[place])
-            outcomes[place] = self._judge(entries[place], code)
+            outcomes[place] = self.judge(entries[place], code)
         for place in ended.withdrawn:
             self._let_go(entries[place])
             outcomes[place] = ReadOutcome.FAILED
@@ -99,7 +99,8 @@ class Reader:
         self.waiting -= 1
         self._books.read_done(entry.slab, entry.extent)
 
-    def _judge(self, entry: Entry, code: int) -> ReadOutcome:
+    def judge(self, entry: Entry, code: int) -> ReadOutcome:
+        """What a read with this result (of kvstore.tiers.transfer, or an errno) means; a block that is wrong goes."""
         if code == MOVED:
             self._health.read_fine()
             self._counts["reads"] += 1

@@ -70,6 +70,7 @@ def tier_stats(tier: DiskTier) -> dict[str, Any]:
         "lost_calls": tier.health.lost_calls,
         "read_queue": depth[Lane.READ],
         "reading_blocks": tier.reader.waiting if tier.reader else 0,
+        "held_blocks": tier.holder.held_blocks if tier.holder else 0,
         "write_queue": depth[Lane.WRITE],
         "writing_blocks": len(tier.writer.writing) if tier.writer else 0,
         "slabs": len(books.slabs),

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import xxhash
 
-from kvstore.tier import ReadOutcome, Tier, TierNamespace, TierState, WriteOutcome
+from kvstore.tier import Held, ReadOutcome, Tier, TierNamespace, TierState, WriteOutcome
 
 Value = TypeVar("Value")
 
@@ -110,6 +111,24 @@ class StripedTier(Tier):
     def touch(self, keys: Sequence[bytes]) -> None:
         for part, indexes in zip(self.parts, self._split(keys), strict=True):
             part.touch([keys[index] for index in indexes])
+
+    async def hold(self, keys: Sequence[bytes], deadline_s: float) -> list[Held | None]:
+        places = self._split(keys)
+        answers = await asyncio.gather(
+            *(
+                part.hold([keys[index] for index in indexes], deadline_s)
+                for part, indexes in zip(self.parts, places, strict=True)
+            )
+        )
+        joined = self._join(len(keys), places, answers)
+        return [
+            held and dataclasses.replace(held, hold=(self.parts[self._place(key)], held))
+            for key, held in zip(keys, joined, strict=True)
+        ]
+
+    def let_go(self, held: Held) -> None:
+        part, own = held.hold
+        part.let_go(own)
 
     def scan(self, digest: bytes | None = None) -> Iterator[tuple[bytes, int]]:
         for part in self.parts:

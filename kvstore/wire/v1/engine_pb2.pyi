@@ -350,3 +350,43 @@ class DeleteReply(_message.Message):
     REMOVED_FIELD_NUMBER: _ClassVar[int]
     removed: int
     def __init__(self, removed: _Optional[int] = ...) -> None: ...
+
+class LeaseExtentsRequest(_message.Message):
+    __slots__ = ("session", "namespace", "group", "keys", "request_id")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    session: bytes
+    namespace: bytes
+    group: int
+    keys: _containers.RepeatedScalarFieldContainer[bytes]
+    request_id: int
+    def __init__(self, session: _Optional[bytes] = ..., namespace: _Optional[bytes] = ..., group: _Optional[int] = ..., keys: _Optional[_Iterable[bytes]] = ..., request_id: _Optional[int] = ...) -> None: ...
+
+class Extent(_message.Message):
+    __slots__ = ("key", "path", "offset", "size_bytes", "check")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CHECK_FIELD_NUMBER: _ClassVar[int]
+    key: int
+    path: int
+    offset: int
+    size_bytes: int
+    check: int
+    def __init__(self, key: _Optional[int] = ..., path: _Optional[int] = ..., offset: _Optional[int] = ..., size_bytes: _Optional[int] = ..., check: _Optional[int] = ...) -> None: ...
+
+class LeaseExtentsReply(_message.Message):
+    __slots__ = ("generation", "lease", "paths", "extents")
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    LEASE_FIELD_NUMBER: _ClassVar[int]
+    PATHS_FIELD_NUMBER: _ClassVar[int]
+    EXTENTS_FIELD_NUMBER: _ClassVar[int]
+    generation: bytes
+    lease: int
+    paths: _containers.RepeatedScalarFieldContainer[str]
+    extents: _containers.RepeatedCompositeFieldContainer[Extent]
+    def __init__(self, generation: _Optional[bytes] = ..., lease: _Optional[int] = ..., paths: _Optional[_Iterable[str]] = ..., extents: _Optional[_Iterable[_Union[Extent, _Mapping]]] = ...) -> None: ...

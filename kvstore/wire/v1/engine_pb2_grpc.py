@@ -94,6 +94,11 @@ class EngineStub:
                 request_serializer=kvstore_dot_wire_dot_v1_dot_engine__pb2.DeleteRequest.SerializeToString,
                 response_deserializer=kvstore_dot_wire_dot_v1_dot_engine__pb2.DeleteReply.FromString,
                 _registered_method=True)
+        self.LeaseExtents = channel.unary_unary(
+                '/kvstore.v1.Engine/LeaseExtents',
+                request_serializer=kvstore_dot_wire_dot_v1_dot_engine__pb2.LeaseExtentsRequest.SerializeToString,
+                response_deserializer=kvstore_dot_wire_dot_v1_dot_engine__pb2.LeaseExtentsReply.FromString,
+                _registered_method=True)
 
 
 class EngineServicer:
@@ -184,6 +189,15 @@ class EngineServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LeaseExtents(self, request, context):
+        """Where blocks lie on the disk, for clients of this host that read them by themselves (a GPU's DMA). Nothing else is
+        written there until the lease is given to Release or the session has ended. Each key by itself, in any order; what is
+        not on a disk is left out. The reader compares the checksum: a mismatch is a miss.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_EngineServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -246,6 +260,11 @@ def add_EngineServicer_to_server(servicer, server):
                     servicer.Delete,
                     request_deserializer=kvstore_dot_wire_dot_v1_dot_engine__pb2.DeleteRequest.FromString,
                     response_serializer=kvstore_dot_wire_dot_v1_dot_engine__pb2.DeleteReply.SerializeToString,
+            ),
+            'LeaseExtents': grpc.unary_unary_rpc_method_handler(
+                    servicer.LeaseExtents,
+                    request_deserializer=kvstore_dot_wire_dot_v1_dot_engine__pb2.LeaseExtentsRequest.FromString,
+                    response_serializer=kvstore_dot_wire_dot_v1_dot_engine__pb2.LeaseExtentsReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -572,6 +591,33 @@ class Engine:
             '/kvstore.v1.Engine/Delete',
             kvstore_dot_wire_dot_v1_dot_engine__pb2.DeleteRequest.SerializeToString,
             kvstore_dot_wire_dot_v1_dot_engine__pb2.DeleteReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LeaseExtents(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1.Engine/LeaseExtents',
+            kvstore_dot_wire_dot_v1_dot_engine__pb2.LeaseExtentsRequest.SerializeToString,
+            kvstore_dot_wire_dot_v1_dot_engine__pb2.LeaseExtentsReply.FromString,
             options,
             channel_credentials,
             insecure,
