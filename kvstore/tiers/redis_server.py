@@ -193,7 +193,7 @@ class Cluster(Servers):
             raise NoNode("the topology of the cluster is not known")
         try:
             name: str = manager.get_node_from_slot(key_slot(tag)).name
-        except RedisError as error:
+        except (RedisError, RedisClusterException) as error:  # the second is none of the first
             raise NoNode(str(error)) from None
         return name
 

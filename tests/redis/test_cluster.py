@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,7 @@ import pytest
 from kvstore.testing.tier_suite import OURS, THEIRS, load, name_of, present, store
 from kvstore.tier import ReadOutcome, TierNamespace, TierState, WriteOutcome
 from kvstore.tiers.redis import RedisTier
-from tests.redis.servers import RedisCluster, running_cluster
+from tests.redis.servers import PATIENCE_S, RedisCluster, running_cluster
 from tests.redis.tiers import SHORT_S, opened, promptly, until, until_ok
 
 KEYS = [name_of(number) for number in range(96)]
@@ -86,23 +88,40 @@ async def test_a_node_that_dies_costs_its_blocks_alone_and_comes_back(tmp_path: 
             await until(lambda: not tier.stats()["owed"], "the flush is finished")
 
 
-async def test_a_node_is_replaced_by_its_replica_under_load(tmp_path: Path) -> None:
-    with running_cluster(tmp_path, replicas=1) as cluster:
+@contextlib.asynccontextmanager
+async def load_on(tier: RedisTier) -> AsyncIterator[None]:
+    """Three callers that load, store and remove without a pause, until the end of the block."""
+    stopping = asyncio.Event()
+
+    async def work(number: int) -> None:
+        while not stopping.is_set():
+            await load(tier, KEYS)  # looks at every byte that is handed out
+            await store(tier, [name_of(1000 * number + each) for each in range(16)])
+            await tier.delete([name_of(1000 * number + each) for each in range(16)])
+
+    workers = [asyncio.ensure_future(work(number)) for number in range(1, 4)]
+    try:
+        yield
+    finally:
+        stopping.set()
+        await asyncio.gather(*workers)
+
+
+async def loads_all(tier: RedisTier) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while await load(tier, KEYS) != [ReadOutcome.OK] * 96:
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("full_coverage", [False, True])
+async def test_a_node_is_replaced_by_its_replica_under_load(tmp_path: Path, full_coverage: bool) -> None:
+    with running_cluster(tmp_path, replicas=1, full_coverage=full_coverage) as cluster:
         async with opened(cluster.url) as tier:
             assert await store(tier, KEYS) == [WriteOutcome.STORED] * 96
             first, replica = cluster.servers[0], cluster.servers[-1]
             with first.client() as client:
                 assert client.wait(1, 30_000) == 1
-            stopping = asyncio.Event()
-
-            async def work(number: int) -> None:
-                while not stopping.is_set():
-                    await load(tier, KEYS)  # looks at every byte that is handed out
-                    await store(tier, [name_of(1000 * number + each) for each in range(16)])
-                    await tier.delete([name_of(1000 * number + each) for each in range(16)])
-
-            workers = [asyncio.ensure_future(work(number)) for number in range(1, 4)]
-            try:
+            async with load_on(tier):
                 first.kill()
                 with replica.client() as client:
 
@@ -110,16 +129,34 @@ async def test_a_node_is_replaced_by_its_replica_under_load(tmp_path: Path) -> N
                         return bool(client.info("replication")["role"] == "master")
 
                     await until(took_over, "the replica has taken over")
-                while await load(tier, KEYS) != [ReadOutcome.OK] * 96:
-                    await asyncio.sleep(0.01)
-            finally:
-                stopping.set()
-                await asyncio.gather(*workers)
+                await loads_all(tier)
             nodes = {each["node"] for each in tier.stats()["nodes"]}
             assert f"127.0.0.1:{replica.port}" in nodes and f"127.0.0.1:{first.port}" not in nodes
             # The old one comes back as a replica of the new one, and nothing changes.
             first.start()
             assert await load(tier, KEYS) == [ReadOutcome.OK] * 96
+
+
+async def test_a_node_is_replaced_by_an_empty_one_under_load(tmp_path: Path) -> None:
+    with running_cluster(tmp_path) as cluster:
+        async with opened(cluster.url) as tier:
+            assert await store(tier, KEYS) == [WriteOutcome.STORED] * 96
+            async with load_on(tier):
+                dead = cluster.servers[0]
+                dead.kill()
+                try:
+                    new = await asyncio.to_thread(cluster.replace, 0)
+
+                    async def all_stored() -> bool:
+                        return set(await store(tier, KEYS)) <= {WriteOutcome.STORED, WriteOutcome.EXISTS}
+
+                    async with asyncio.timeout(PATIENCE_S):
+                        while not await all_stored():
+                            await asyncio.sleep(0.01)
+                    await loads_all(tier)
+                finally:
+                    cluster.servers[0].kill()
+            assert f"127.0.0.1:{new.port}" in {each["node"] for each in tier.stats()["nodes"]}
 
 
 async def test_a_node_that_is_paused_holds_up_nobody_for_long(tmp_path: Path) -> None:

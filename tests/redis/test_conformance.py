@@ -1,4 +1,4 @@
-"""The conformance suite over a single server and over a cluster."""
+"""The conformance suite over a single server, a Valkey server and a cluster."""
 
 from __future__ import annotations
 
@@ -23,6 +23,15 @@ class TestSingle(TierSuite):
     @pytest.fixture(autouse=True)
     def _server(self, shared_server: RedisServer) -> None:
         self.url = shared_server.url
+
+    def new_tier(self, folder: Path, capacity_bytes: int) -> Tier:
+        return tier_at(self.url, folder, capacity_bytes)
+
+
+class TestValkey(TierSuite):
+    @pytest.fixture(autouse=True)
+    def _server(self, shared_valkey: RedisServer) -> None:
+        self.url = shared_valkey.url
 
     def new_tier(self, folder: Path, capacity_bytes: int) -> Tier:
         return tier_at(self.url, folder, capacity_bytes)

@@ -14,6 +14,8 @@ from kvstore.tiers.redis_value import PAYLOAD_BYTES, part_count
 from tests.redis.servers import RedisServer, one_server, running
 from tests.redis.tiers import SHORT_S, opened, promptly, until, until_ok
 
+#: Policies that evict only what expires.
+VOLATILE = ["volatile-lru", "volatile-lfu", "volatile-random", "volatile-ttl"]
 KEYS = [name_of(number) for number in range(32)]
 
 
@@ -54,9 +56,9 @@ async def test_what_was_deleted_while_the_server_was_away_is_gone_when_it_is_bac
         assert client.dbsize() == 28
 
 
-@pytest.mark.parametrize("paused", [False, True])
-async def test_calls_end_in_time_and_the_tier_comes_back(server: RedisServer, paused: bool) -> None:
-    """Stopped in the middle of loads and stores, killed or paused, again and again."""
+@pytest.mark.parametrize("how", ["killed", "stopped", "paused"])
+async def test_calls_end_in_time_and_the_tier_comes_back(server: RedisServer, how: str) -> None:
+    """In the middle of loads and stores, again and again."""
     async with opened(server.url, deadline_s=SHORT_S) as tier:
         for life in range(3):
             await until_ok(tier)
@@ -66,10 +68,13 @@ async def test_calls_end_in_time_and_the_tier_comes_back(server: RedisServer, pa
             calls = [asyncio.ensure_future(load(tier, keys)) for _ in range(4)]
             calls += [asyncio.ensure_future(store(tier, more[at : at + 16])) for at in range(0, 64, 16)]
             await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
-            if paused:
-                server.pause()
-            else:
-                server.kill()
+            match how:
+                case "paused":
+                    server.pause()
+                case "stopped":
+                    await asyncio.to_thread(server.stop)
+                case _:
+                    server.kill()
             for call in calls:
                 # load() has looked at every byte that was handed out.
                 assert ReadOutcome.BUFFER_LOST not in await promptly(call)
@@ -81,7 +86,7 @@ async def test_calls_end_in_time_and_the_tier_comes_back(server: RedisServer, pa
             assert await store(tier, keys) == [WriteOutcome.FAILED] * 64
             assert await tier.stat(keys) == [None] * 64
             assert set(before) == set(tier.stats()["faults"])
-            if paused:
+            if how == "paused":
                 server.resume()
             else:
                 server.start()
@@ -138,6 +143,23 @@ async def test_a_host_that_can_not_be_found() -> None:
         assert await promptly(tier.stat(KEYS)) == [None] * 32
 
 
+async def test_a_password_that_changes_meanwhile(server: RedisServer) -> None:
+    """Misses in time, said, and back by itself when the old one counts again."""
+    with server.client() as client:
+        client.execute_command("ACL SETUSER kv on >one ~* +@all")
+        async with opened(f"redis://kv:one@127.0.0.1:{server.port}", deadline_s=SHORT_S) as tier:
+            assert await store(tier, KEYS) == [WriteOutcome.STORED] * 32
+            client.execute_command("ACL SETUSER kv resetpass >other")
+            client.client_kill_filter(user="kv")
+            while tier.state is not TierState.FAILED:
+                assert ReadOutcome.OK not in await promptly(load(tier, KEYS))
+            assert tier.stats()["fault"]["kind"] == "login"
+            assert await store(tier, KEYS) == [WriteOutcome.FAILED] * 32
+            client.execute_command("ACL SETUSER kv resetpass >one")
+            await until_ok(tier)
+            assert await load(tier, KEYS) == [ReadOutcome.OK] * 32
+
+
 # -- no memory ---------------------------------------------------------------------------------------------------------
 
 
@@ -181,7 +203,7 @@ async def test_large_blocks_are_stored_whole_or_not_at_all_when_memory_ends(tmp_
             assert client.dbsize() == part_count(size) * sum(there)
 
 
-@pytest.mark.parametrize("policy", ["allkeys-lru", "allkeys-lfu", "allkeys-random", "volatile-lru", "volatile-ttl"])
+@pytest.mark.parametrize("policy", ["allkeys-lru", "allkeys-lfu", "allkeys-random", *VOLATILE])
 async def test_the_server_evicts_what_it_likes(tmp_path: Path, policy: str) -> None:
     server = one_server(tmp_path, "--maxmemory", "16mb", "--maxmemory-policy", policy)
     with running(server):
