@@ -141,6 +141,12 @@ class Servers(abc.ABC):
             raise
         finally:
             pool.release(connection)
+            if self.is_gone(node, pool):
+                pool.disconnect(inuse_connections=False)
+
+    def is_gone(self, node: str, pool: Any) -> bool:
+        """Whether a pool of connections to a node is no longer used."""
+        return False
 
 
 class OneServer(Servers):
@@ -207,10 +213,18 @@ class Cluster(Servers):
                     **self._settings,
                 )
                 return
+            before = list(self._manager.nodes_cache.values())
             # Nodes that are known may all be gone, while those of the URL stand for new ones.
             self._manager.initialize(
                 additional_startup_nodes_info=list(self._hosts), disconnect_startup_nodes_pools=False
             )
+            for node in before:
+                if node.redis_connection is not None and self.is_gone(node.name, node.redis_connection.connection_pool):
+                    node.redis_connection.connection_pool.disconnect(inuse_connections=False)
+
+    def is_gone(self, node: str, pool: Any) -> bool:
+        found = None if self._manager is None else self._manager.get_node(node_name=node)
+        return found is None or found.redis_connection is None or found.redis_connection.connection_pool is not pool
 
     def moved(self, error: MovedError) -> None:
         if type(error) is MovedError and self._manager is not None:

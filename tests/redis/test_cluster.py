@@ -19,6 +19,13 @@ KEYS = [name_of(number) for number in range(96)]
 LARGE = 5 << 20
 
 
+async def stores_all(tier: RedisTier) -> None:
+    """Stores KEYS, however often nodes believe for a moment that others are dead, as they do on a busy machine."""
+    async with asyncio.timeout(PATIENCE_S):
+        while not set(await store(tier, KEYS)) <= {WriteOutcome.STORED, WriteOutcome.EXISTS}:
+            await asyncio.sleep(0.01)
+
+
 async def count_there(tier: RedisTier) -> int:
     return sum(await present(tier, KEYS))
 
@@ -48,7 +55,7 @@ async def test_a_node_that_dies_costs_its_blocks_alone_and_comes_back(tmp_path: 
     """Where the servers insist on full coverage, it costs all of them while it is away."""
     with running_cluster(tmp_path, full_coverage=full_coverage) as cluster:
         async with opened(cluster.url) as tier:
-            assert await store(tier, KEYS) == [WriteOutcome.STORED] * 96
+            await stores_all(tier)
             await store(tier, [name_of(1, THEIRS)])
             victim = cluster.servers[0]
             loads = [asyncio.ensure_future(load(tier, KEYS)) for _ in range(6)]
@@ -117,7 +124,7 @@ async def loads_all(tier: RedisTier) -> None:
 async def test_a_node_is_replaced_by_its_replica_under_load(tmp_path: Path, full_coverage: bool) -> None:
     with running_cluster(tmp_path, replicas=1, full_coverage=full_coverage) as cluster:
         async with opened(cluster.url) as tier:
-            assert await store(tier, KEYS) == [WriteOutcome.STORED] * 96
+            await stores_all(tier)
             first, replica = cluster.servers[0], cluster.servers[-1]
             with first.client() as client:
                 assert client.wait(1, 30_000) == 1
@@ -140,19 +147,14 @@ async def test_a_node_is_replaced_by_its_replica_under_load(tmp_path: Path, full
 async def test_a_node_is_replaced_by_an_empty_one_under_load(tmp_path: Path) -> None:
     with running_cluster(tmp_path) as cluster:
         async with opened(cluster.url) as tier:
-            assert await store(tier, KEYS) == [WriteOutcome.STORED] * 96
+            await stores_all(tier)
             async with load_on(tier):
                 dead = cluster.servers[0]
                 dead.kill()
                 try:
                     new = await asyncio.to_thread(cluster.replace, 0)
 
-                    async def all_stored() -> bool:
-                        return set(await store(tier, KEYS)) <= {WriteOutcome.STORED, WriteOutcome.EXISTS}
-
-                    async with asyncio.timeout(PATIENCE_S):
-                        while not await all_stored():
-                            await asyncio.sleep(0.01)
+                    await stores_all(tier)
                     await loads_all(tier)
                 finally:
                     cluster.servers[0].kill()
