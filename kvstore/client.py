@@ -303,7 +303,7 @@ class Client:
             return
         try:
             yield found
-            self._check_epochs(found, attached)
+            self._check_epochs(found)
         finally:
             self._give_back(found, attached, remove=False)
 
@@ -321,7 +321,7 @@ class Client:
             return
         try:
             yield found
-            self._check_epochs(found, attached)
+            self._check_epochs(found)
         except BaseException:
             self._give_back(found, attached, remove=False)
             raise
@@ -531,20 +531,7 @@ class Client:
         Returns:
             One lease for each query, over the leading run that is there.
         """
-        if not queries:
-            return []
-        reply, attached = self._connection.ask(
-            lambda at: (
-                "Acquire",
-                engine_pb2.AcquireRequest(
-                    session=at.session,
-                    namespace=_digest(at),
-                    queries=[engine_pb2.Query(group=group, keys=keys) for group, keys in queries],
-                    request_id=self._connection.next_request_id(),
-                ),
-            )
-        )
-        leases = [_lease(reply.generation, grant) for grant in reply.grants]
+        leases, attached = self._acquire(queries)
         if not isinstance(attached.arena, RemoteArena):
             return leases
         here: list[Lease] = []
@@ -557,6 +544,35 @@ class Client:
             self._release(attached, [lease.id for lease in leases if lease.id], remove=False)
             raise
         return here
+
+    def pin(self, queries: Sequence[tuple[int, Sequence[bytes]]]) -> list[Lease] | None:
+        """Pins several runs of keys whole, for a writer that sees to it that what it stored stays. No bytes move.
+
+        Returns:
+            Leases for release, without offsets; None where not all of the keys are in the pool: then nothing is pinned.
+        """
+        leases, attached = self._acquire(queries)
+        whole = all(len(lease.offsets) == len(keys) for lease, (_, keys) in zip(leases, queries, strict=True))
+        if not whole:
+            self._release(attached, [lease.id for lease in leases if lease.id], remove=False)
+            return None
+        nothing, no_epochs = offsets_array(b""), epochs_array(b"")
+        return [dataclasses.replace(lease, offsets=nothing, epochs=no_epochs) for lease in leases]
+
+    def _acquire(self, queries: Sequence[tuple[int, Sequence[bytes]]]) -> tuple[list[Lease], Attached]:
+        """As acquire, with offsets in the pool in any case."""
+        reply, attached = self._connection.ask(
+            lambda at: (
+                "Acquire",
+                engine_pb2.AcquireRequest(
+                    session=at.session,
+                    namespace=_digest(at),
+                    queries=[engine_pb2.Query(group=group, keys=keys) for group, keys in queries],
+                    request_id=self._connection.next_request_id(),
+                ),
+            )
+        )
+        return [_lease(reply.generation, grant) for grant in reply.grants], attached
 
     def claim(self, keys: Sequence[bytes], *, kv_group: int = 0) -> Lease:
         """As acquire for one run, and exclusive, as drop_select: each block is in the claim of one caller at most. What
@@ -690,9 +706,8 @@ class Client:
         return dataclasses.replace(lease, offsets=places, epochs=marks)
 
     @staticmethod
-    def _check_epochs(found: Found, attached: Attached) -> None:
-        assert attached.arena is not None
-        if not np.array_equal(attached.arena.epochs_of(found.offsets), found.epochs):
+    def _check_epochs(found: Found) -> None:
+        if not found.intact():
             raise Damage("the bytes of a leased block changed while it was read; discard what was made of them")
 
     def _give_back(self, found: Found, attached: Attached, *, remove: bool) -> None:

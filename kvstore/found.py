@@ -8,6 +8,8 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import overload
 
+import numpy as np
+
 from kvstore.arena import ArenaView, Epochs, Offsets
 from kvstore.remote import RemoteArena
 
@@ -16,6 +18,7 @@ class Found(Sequence[memoryview]):
     """Blocks of a lease, as a sequence of read-only memoryviews, made when they are asked for and never copied.
 
     Attributes:
+        arena: Where they lie. The bytes are there until the with-block ends.
         lease_id: 0 where nothing was found.
         offsets: Where the blocks lie in the mapping.
         epochs: Their epochs when they were granted.
@@ -24,6 +27,7 @@ class Found(Sequence[memoryview]):
     def __init__(
         self, arena: ArenaView | RemoteArena, lease_id: int, offsets: Offsets, epochs: Epochs, block_bytes: int
     ) -> None:
+        self.arena = arena
         self.lease_id = lease_id
         self.offsets = offsets
         self.epochs = epochs
@@ -71,6 +75,12 @@ class Found(Sequence[memoryview]):
     def __iter__(self) -> Iterator[memoryview]:
         return (self[index] for index in range(len(self)))
 
+    def intact(self) -> bool:
+        """Whether all bytes are still those that were granted. They are as long as the lease lives; a copy that was
+        made before this says yes is good.
+        """
+        return np.array_equal(self.arena.epochs_of(self.offsets), self.epochs)
+
     def close(self, when_unused: Callable[[], None]) -> bool:
         """Ends the use of the views. Returns whether nothing made of them is in use any more.
 
@@ -81,7 +91,7 @@ class Found(Sequence[memoryview]):
             with contextlib.suppress(BufferError):  # an array was made of it and is in use
                 view.release()
         self._views.clear()
-        del self._pool
+        del self._pool, self.arena
         with self._lock:
             if not self._in_use:
                 return True

@@ -82,11 +82,25 @@ def bytes_of(tensor: Any) -> tuple[TensorSpec, Bytes]:
     """
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(tensor, torch.Tensor):
-        spec, plain = _plain_torch(torch, tensor)
+        spec = _torch_spec(torch, tensor)
+        plain = tensor.detach().cpu().resolve_conj().resolve_neg()
         return spec, plain.contiguous().reshape(-1).view(torch.uint8).numpy()
     array = _plain_numpy(tensor)
     spec = TensorSpec(_name_of(array.dtype), array.shape, array.dtype.itemsize, "numpy")
     return spec, np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+def spec_of(tensor: Any) -> TensorSpec:
+    """What a tensor is, wherever its bytes are.
+
+    Raises:
+        InvalidRequest: as bytes_of.
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(tensor, torch.Tensor):
+        return _torch_spec(torch, tensor)
+    array = _plain_numpy(tensor)
+    return TensorSpec(_name_of(array.dtype), array.shape, array.dtype.itemsize, "numpy")
 
 
 def words_of(tensor: Any) -> npt.NDArray[Any]:
@@ -210,12 +224,11 @@ def _imported(library: str, spec: TensorSpec) -> Any:
         ) from error
 
 
-def _plain_torch(torch: Any, tensor: Any) -> tuple[TensorSpec, Any]:
+def _torch_spec(torch: Any, tensor: Any) -> TensorSpec:
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type == "meta":
         raise InvalidRequest(
             f"a torch tensor of layout {tensor.layout}, dtype {tensor.dtype} on {tensor.device}: only dense tensors "
             "with bytes can be sent"
         )
-    plain = tensor.detach().cpu().resolve_conj().resolve_neg()
     name = str(tensor.dtype).removeprefix("torch.")
-    return TensorSpec(name, tuple(tensor.shape), tensor.element_size(), "torch"), plain
+    return TensorSpec(name, tuple(tensor.shape), tensor.element_size(), "torch")

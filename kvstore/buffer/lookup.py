@@ -14,7 +14,7 @@ from typing import Any, Final, Self
 from kvstore.buffer.prefix import Answer, Prefixes, Tokens, is_prefix, selected
 from kvstore.buffer.records import Draft, Head, Lost, Records, Refused, namespace_of
 from kvstore.client import connect
-from kvstore.errors import ClientClosed, Damage, InvalidRequest, KVStoreError, LimitExceeded
+from kvstore.errors import ClientClosed, InvalidRequest, KVStoreError, LimitExceeded
 from kvstore.insert import InsertResult, Ticket
 from kvstore.tensors import Library
 
@@ -68,8 +68,7 @@ class LookupBuffer:
         *,
         max_bytes: int = 1 << 30,
         library: Library | None = None,
-        token: str | None = None,
-        timeout_s: float = 10.0,
+        **options: Any,
     ) -> None:
         """Opens a buffer; it need not exist.
 
@@ -79,17 +78,14 @@ class LookupBuffer:
             max_bytes: Most bytes of the pool that what this object inserted may take until it is taken out. More waits
                 in the background, and as much as that again may wait.
             library: What tensors come back as: "numpy" or "torch"; None: as they were inserted.
-            token: As for kvstore.connect.
-            timeout_s: Deadline of each call to the daemon, waits aside.
+            options: Others of kvstore.connect, such as `token`, `tls` and `timeout_s`.
 
         Raises:
             DaemonUnavailable, CallerMistake: as kvstore.connect.
         """
         if max_bytes < 1:
             raise InvalidRequest(f"max_bytes is {max_bytes}: it must be at least 1")
-        self._client = connect(
-            endpoint, namespace_of("buffer", name), client_name=f"buffer:{name}", token=token, timeout_s=timeout_s
-        )
+        self._client = connect(endpoint, namespace_of("buffer", name), **{"client_name": f"buffer:{name}", **options})
         self._records = Records(self._client)
         self._library = library
         self._max_bytes = max_bytes
@@ -215,11 +211,9 @@ class LookupBuffer:
             heads = {key: self._heads[key] for key in listed if key in self._heads}
         new = [key for key in listed if key not in heads]
         while new:
-            with self._client.select(new, 0.0) as found:
-                for index in range(len(found)):
-                    with contextlib.suppress(Damage):  # whatever that is, it is no entry
-                        heads[new[index]] = Head.parse(found[index])
-                del new[: len(found) + 1]  # the run ends at one that was taken out meanwhile
+            found = self._records.heads(new)
+            heads.update((key, head) for key, head in zip(new, found, strict=False) if head is not None)
+            del new[: len(found) + 1]  # the run ends at one that was taken out meanwhile
         with self._lock:
             self._heads = heads
         return [(key, heads[key]) for key in listed if key in heads]

@@ -56,8 +56,7 @@ class Pipe:
         *,
         max_bytes: int = 256 << 20,
         library: Library | None = None,
-        token: str | None = None,
-        timeout_s: float = 10.0,
+        **options: Any,
     ) -> None:
         """Opens a pipe; nobody need be at its other end.
 
@@ -66,17 +65,14 @@ class Pipe:
             endpoint: Of the daemon, as for kvstore.connect.
             max_bytes: Most bytes of the pool on their way; a single larger tensor goes alone. Only the sender's counts.
             library: What received tensors are: "numpy" or "torch"; None: what they were when they were sent.
-            token: As for kvstore.connect.
-            timeout_s: Deadline of each call to the daemon, waits aside.
+            options: Others of kvstore.connect, such as `token`, `tls` and `timeout_s`.
 
         Raises:
             DaemonUnavailable, CallerMistake: as kvstore.connect.
         """
         if max_bytes < 1:
             raise InvalidRequest(f"max_bytes is {max_bytes}: it must be at least 1")
-        self._client = connect(
-            endpoint, namespace_of("pipe", name), client_name=f"pipe:{name}", token=token, timeout_s=timeout_s
-        )
+        self._client = connect(endpoint, namespace_of("pipe", name), **{"client_name": f"pipe:{name}", **options})
         self._max_bytes = max_bytes
         self._library = library
         self._sender: Sender | None = None

@@ -8,9 +8,9 @@ from collections import deque
 from itertools import takewhile
 from typing import Any, Final, NoReturn
 
-from kvstore.buffer.records import Head, Lost, Records, Refused
+from kvstore.buffer.records import HEADS, Head, Lost, Records, Refused
 from kvstore.buffer.stream import EMPTY, PAUSE_S, RECEIVER, Listed, Stream, left_of, streams_of
-from kvstore.client import Client
+from kvstore.client import Client, Lease
 from kvstore.errors import Damage, DeadlineExceeded, EndOfPipe, KVStoreError, PipeBroken, RetryLater
 from kvstore.tensors import Library
 
@@ -36,9 +36,9 @@ class Receiver:
         self._end = contextlib.ExitStack()  # holds the claim on this end of the pipe
         self._generation: bytes | None = None
         self._stream: Stream | None = None
-        self._mark = contextlib.ExitStack()  # pins the mark of that stream
+        self._pins: list[Lease] = []  # on the mark of that stream
         self._next = 0
-        self._ahead: deque[Head] = deque()  # of the next tensors
+        self._ahead: deque[Head | None] = deque()  # of the next tensors
         self._done: list[Head] = []  # of those that were received and whose blocks are still there
         self._listed: Listed = {}
         self._seen = 0
@@ -71,8 +71,6 @@ class Receiver:
         """Makes room for another receiver."""
         with contextlib.suppress(KVStoreError):
             self._tidy_up()
-        with contextlib.suppress(KVStoreError):
-            self._mark.close()
         with contextlib.suppress(KVStoreError):
             self._end.__exit__(_Leaving, _Leaving(), None)
 
@@ -112,7 +110,7 @@ class Receiver:
         self._stream, self._next = stream, count
         self._ahead.clear()
         self._done.clear()
-        self._mark.enter_context(self._client.select([stream.mark], 0.0))
+        self._pins = self._client.pin([(HEADS, [stream.mark])]) or []
         return stream
 
     def _take(self, stream: Stream, deadline: float | None, out: Any) -> Any:
@@ -124,7 +122,8 @@ class Receiver:
             except (Lost, Damage) as error:
                 self._break(stream, f"tensor {self._next} is not whole any more: {error}")
         self._advance(stream, deadline)
-        self._done.append(self._ahead.popleft())
+        self._ahead.popleft()
+        self._done.append(head)
         if ended:
             self._end_stream(stream, keep=stream.cursor(self._next))
             raise EndOfPipe(f"the sender has closed the pipe after {self._next - 1} tensors")
@@ -136,11 +135,10 @@ class Receiver:
         """The head of the next tensor; some more are read with it."""
         if not self._ahead:
             keys = [stream.head(number) for number in range(self._next, self._next + _AHEAD_MAX)]
-            with self._client.select(list(takewhile(self._listed.__contains__, keys)), 0.0) as found:
-                self._ahead.extend(Head.parse(found[index]) for index in range(len(found)))
-        if not self._ahead:
+            self._ahead.extend(self._records.heads(list(takewhile(self._listed.__contains__, keys))))
+        if not self._ahead or (head := self._ahead[0]) is None:
             self._break(stream, f"tensor {self._next} is gone")
-        return self._ahead[0]
+        return head
 
     def _tidy_up(self) -> None:
         """Removes what was received. It is never looked at again: the cursor says that it was."""
@@ -178,7 +176,6 @@ class Receiver:
         self._tidy_up()
         self._stream = None
         self._seen, self._listed = self._client.watch(0, 0.0)
-        with contextlib.suppress(RetryLater):
-            self._mark.close()
+        self._client.release(self._pins)
         self._client.delete([key for key in stream.keys(self._listed) if key != keep and key != stream.life])
         self._seen, self._listed = self._client.watch(0, 0.0)

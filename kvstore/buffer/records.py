@@ -13,7 +13,7 @@ import contextlib
 import dataclasses
 import json
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -33,7 +33,9 @@ RECORD_ID_BYTES: Final = 16
 
 _MAGIC: Final = b"KVR1"
 _LENGTH_BYTES: Final = 4
-#: How long a part that rests in a lower tier may take to come up.
+#: Bytes that are pinned at once by a reader; what a client on another host has room for several times over.
+_SELECT_BYTES: Final = 32 << 20
+#: How long a block that rests in a lower tier may take to come up.
 _PROMOTION_S: Final = 10.0
 #: Reasons for a refused store that pass by themselves.
 PASSING: Final = frozenset({"pinned", "share", "populating", "copying", "queue_full"})
@@ -286,27 +288,49 @@ class Records:
             tensors.append(tensor)
         return tensors
 
+    def heads(self, keys: Sequence[bytes]) -> list[Head | None]:
+        """The leading run of heads that is there; None for what is no head."""
+        heads: list[Head | None] = []
+
+        def parse(_: int, view: memoryview) -> None:
+            heads.append(None)
+            with contextlib.suppress(Damage):
+                heads[-1] = Head.parse(view)
+
+        self._each(keys, HEADS, parse)
+        return heads
+
     def _fill(self, target: Bytes, head: Head, kv_group: int, range_: tuple[int, int]) -> None:
         keys = head.keys(kv_group, *range_)
-        if not keys:
-            return
         size = GROUP_BYTES[kv_group]
 
-        def copy(timeout_s: float) -> bool:
-            with self._client.select(keys, timeout_s, kv_group=kv_group) as found:
-                if len(found) < len(keys):
-                    return False
-                for index in range(len(keys)):
-                    piece = target[index * size : (index + 1) * size]
-                    # No name for the view: one that outlives the with-block would make the lease outlive it.
-                    np.copyto(piece, np.frombuffer(found[index], np.uint8, piece.nbytes))
-            return True
+        def copy(index: int, view: memoryview) -> None:
+            piece = target[index * size : (index + 1) * size]
+            np.copyto(piece, np.frombuffer(view, np.uint8, piece.nbytes))
 
-        # Most are in the pool. A select would wait for its whole time where some are nowhere, so that is asked before.
-        if copy(0.0):
-            return
-        if self._client.lookup(keys, kv_group=kv_group) < len(keys) or not copy(_PROMOTION_S):
+        if self._each(keys, kv_group, copy) < len(keys):
             raise Lost(f"{len(keys)} parts of a record are not all there any more")
+
+    def _each(self, keys: Sequence[bytes], kv_group: int, use: Callable[[int, memoryview], object]) -> int:
+        """Shows blocks one by one, pinned. Returns how many of the leading run there were."""
+        step = max(1, _SELECT_BYTES // GROUP_BYTES[kv_group])
+        done = 0
+        wait_s = 0.0  # most are in the pool
+        while done < len(keys):
+            with self._client.select(keys[done : done + step], wait_s, kv_group=kv_group) as found:
+                for index in range(len(found)):
+                    use(done + index, found[index])
+                got = len(found)
+            done += got
+            if not got:
+                # It rests in a lower tier, or a client on another host has no room for it just now; or it is nowhere,
+                # and a select would wait for its whole time in vain.
+                if wait_s or not self._client.lookup(keys[done : done + 1], kv_group=kv_group):
+                    break
+                wait_s = _PROMOTION_S
+            else:
+                wait_s = 0.0
+        return done
 
     def delete_parts(self, *heads: Head) -> None:
         """Removes everything of records but their heads. A daemon that cannot be told will evict it in time."""

@@ -60,8 +60,7 @@ class Sender:
         claim = self._held.enter_context(self._client.drop_select([stream.life], 0.0))
         self._store(stream.cursor(0), deadline)
         self._store(stream.mark, deadline)
-        mark = self._held.enter_context(self._client.select([stream.mark], 0.0))
-        if not len(claim) or not len(mark):
+        if not len(claim) or self._client.pin([(HEADS, [stream.mark])]) is None:
             raise PipeBroken("the pool has no room for a pipe: its first blocks were evicted at once")
         _, listed = self._client.watch(0, 0.0)
         for other in streams_of(listed):
@@ -99,10 +98,9 @@ class Sender:
                 if not refused.passing:
                     raise
             else:
-                pins = self._client.acquire(queries)
-                if all(len(pin.offsets) == len(keys) for pin, (_, keys) in zip(pins, queries, strict=True)):
+                pins = self._client.pin(queries)
+                if pins is not None:
                     return pins
-                self._client.release(pins)  # some were evicted already
             self._check()
             self._pause(draft, deadline)
         return []
@@ -121,7 +119,7 @@ class Sender:
                 self._client.release(pins)
                 raise
         # A head that is gone by now was received, or will be missed by the receiver.
-        pins += self._client.acquire([(HEADS, [key])])
+        pins += self._client.pin([(HEADS, [key])]) or []
         self._in_flight.append((draft.nbytes, pins))
         self._next += 1
         self._check()
@@ -182,7 +180,8 @@ class Sender:
             self._check()
         if received == self._received:
             return
-        pins, self._cursor_pins = self._cursor_pins, self._client.acquire([(HEADS, [self._stream.cursor(received)])])
+        pins = self._cursor_pins
+        self._cursor_pins = self._client.pin([(HEADS, [self._stream.cursor(received)])]) or []
         while self._received < received:
             pins += self._in_flight.popleft()[1]
             self._received += 1

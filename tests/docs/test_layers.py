@@ -141,6 +141,16 @@ LAYERS: dict[str, set[str]] = {
         "kvstore.insert",
         "kvstore.tensors",
     },
+    "kvstore.engine": {
+        "kvstore.arena",
+        "kvstore.blocks",
+        "kvstore.client",
+        "kvstore.engine",
+        "kvstore.errors",
+        "kvstore.found",
+        "kvstore.insert",
+        "kvstore.tensors",
+    },
     "kvstore.data_port": {
         "kvstore.backing",
         "kvstore.data_wire",
