@@ -131,8 +131,9 @@ def fill(
     used = np.where(raw, GONE | RAW, GONE).astype(np.uint64) | np.uint64(books.sequence - 1)
     used[at[rows]] = uses[at[rows]]
     rows = rows[np.argsort(used[at[rows]], kind="stable")]
-    entries = _entries(records.names(rows), places, slab_rows[rows], extents[rows], sizes[rows])
-    books.index = dict(zip((entry.key for entry in entries), entries, strict=True))
+    names = records.names(rows)
+    entries = _entries(names, places, slab_rows[rows], extents[rows], sizes[rows])
+    books.index = dict(zip(names, entries, strict=True))
     if len(books.index) != len(entries):
         raise IndexDamaged("a name is there twice")
     books.payload_bytes = int(sizes[rows].sum())
@@ -163,8 +164,15 @@ def _entries(
 def tell_policies(books: Books, entries: list[Entry]) -> None:
     """Tells the policies of what was entered, coldest first."""
     # Policies of one ticker can be compared only if they are fed in turn: a row of one class after the other.
-    for extent_bytes, row in itertools.groupby(entries, key=lambda entry: entry.slab.extent_bytes):
+    filled = {slab.extent_bytes for slab in books.slabs.values() if slab.count}
+    rows: Iterable[tuple[int, Iterable[Entry]]] = (
+        itertools.groupby(entries, key=lambda entry: entry.slab.extent_bytes)
+        if len(filled) > 1
+        else [(extent_bytes, entries) for extent_bytes in filled]
+    )
+    for extent_bytes, row in rows:
         policy = books.class_of(extent_bytes).policy
-        while chain := list(itertools.islice(row, _TOUCH)):
+        left = iter(row)
+        while chain := list(itertools.islice(left, _TOUCH)):
             chain.reverse()
             policy.touch(chain)

@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar
 R = TypeVar("R")
 
 
-class Lane(enum.Enum):
+class Lane(enum.StrEnum):  # strings hash faster than members of a plain Enum
     """What kind of thread takes a job."""
 
     READ = "read"
@@ -49,6 +49,8 @@ class IoThreads:
         #: Jobs that are not finished: queued and running ones. Owned by the loop.
         self.depth: dict[Lane, int] = dict.fromkeys(Lane, 0)
         self._done: collections.deque[tuple[Job[Any], Any, BaseException | None]] = collections.deque()
+        #: The loop was told of what is in _done, and has not looked yet.
+        self._told = False
         self._closing = False
         self._threads = [
             threading.Thread(target=self._run, args=(lane,), name=f"{name}-{lane.value}-{index}", daemon=True)
@@ -112,6 +114,10 @@ class IoThreads:
                 failure = error
             self._done.append((job, result, failure))
             del job, result, failure  # a borrowed buffer must not live on in this frame while it waits
+            with self._lock:
+                told, self._told = self._told, True
+            if told:
+                continue
             try:
                 self._loop.call_soon_threadsafe(self._deliver)
             except RuntimeError:  # the loop is closed: nobody waits any more
@@ -133,6 +139,8 @@ class IoThreads:
     # -- on the loop again ---------------------------------------------------------------------------------------------
 
     def _deliver(self) -> None:
+        with self._lock:
+            self._told = False  # what comes from now on is told anew
         while self._done:
             job, result, failure = self._done.popleft()
             self._settle(job)
