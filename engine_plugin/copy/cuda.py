@@ -56,7 +56,7 @@ class Tuning:
 #: GPU memory to GPU memory: short, so it may be wide.
 STAGED: Final = Tuning(programs=32, chunk_bytes=16384, warps=8)
 #: Over the bus, by direction.
-TO_HOST: Final = Tuning(programs=16, chunk_bytes=8192, warps=8)
+TO_HOST: Final = Tuning(programs=16, chunk_bytes=16384, warps=8)
 TO_GPU: Final = Tuning(programs=16, chunk_bytes=16384, warps=8)
 
 
@@ -414,14 +414,14 @@ class CudaCopyEngine(CopyEngine):
 
     def _launcher(self, job: _Job, pieces: Fragments, is_load: bool, tuning: Tuning) -> Callable[[int, int], None]:
         """Sends the table of a kernel, on the current stream; launches of it then name a range of it."""
-        aligned = runs.word_bytes(pieces.kv, pieces.pool, pieces.size)
+        aligned = runs.alignment(pieces.kv, pieces.pool, pieces.size)
+        chunk_bytes, even = kernels.chunk_for(runs.alignment(pieces.size, most=tuning.chunk_bytes), tuning.chunk_bytes)
         table = torch.empty((3, len(pieces)), dtype=torch.int64, pin_memory=True)
         rows = table.numpy().view(np.uint64)
         rows[0], rows[1] = (pieces.kv, pieces.pool) if is_load else (pieces.pool, pieces.kv)
         np.floor_divide(pieces.size, np.uint64(kernels.word_size(aligned)), out=rows[2])
         on_gpu = table.to(self.device, non_blocking=True)
         job.keep += [table, on_gpu]
-        even = not bool((pieces.size % np.uint64(tuning.chunk_bytes)).any())
 
         def launch(first: int, end: int) -> None:
             kernels.move(
@@ -430,7 +430,7 @@ class CudaCopyEngine(CopyEngine):
                 end,
                 aligned,
                 programs=tuning.programs,
-                chunk_bytes=tuning.chunk_bytes,
+                chunk_bytes=chunk_bytes,
                 warps=tuning.warps,
                 even=even,
             )
@@ -492,17 +492,9 @@ class CudaCopyEngine(CopyEngine):
 
 def _compile(device: torch.device) -> None:
     """Compiles what most jobs need, so that the first of them does not wait for it."""
-    for tuning in (STAGED, TO_HOST, TO_GPU):
-        for even in (True, False):
-            table = torch.zeros((3, 1), dtype=torch.int64, device=device)
-            kernels.move(
-                table,
-                0,
-                0,
-                16,
-                programs=1,
-                chunk_bytes=tuning.chunk_bytes,
-                warps=tuning.warps,
-                even=even,
-            )
+    table = torch.zeros((3, 1), dtype=torch.int64, device=device)
+    for tuning in {STAGED, TO_HOST, TO_GPU}:
+        for common in (tuning.chunk_bytes, 8192, 4096, 16):
+            chunk_bytes, even = kernels.chunk_for(common, tuning.chunk_bytes)
+            kernels.move(table, 0, 0, 16, programs=1, chunk_bytes=chunk_bytes, warps=tuning.warps, even=even)
     torch.cuda.synchronize(device)

@@ -8,24 +8,34 @@ import torch
 import triton
 import triton.language as tl
 
+#: With less in flight a program would wait more than it moves.
+CHUNK_BYTES_MIN: Final = 4096
 _WORDS: Final = {16: tl.int64, 8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 
 
 @triton.jit(do_not_specialize=["stride", "first", "end"])
 def _move(  # type: ignore[no-untyped-def]
-    table, stride, first, end, WORD: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr, EVEN: tl.constexpr
+    table,
+    stride,
+    first,
+    end,
+    WORD: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    STEP: tl.constexpr,
+    CHUNK: tl.constexpr,
+    EVEN: tl.constexpr,
 ):
     """Fragments first..end of a table of int64: row 0 destinations, row 1 sources, row 2 sizes in words.
 
-    ALIGNED: bytes that every address is a multiple of. CHUNK: words that a program has in flight. EVEN: every size is a
-    multiple of CHUNK.
+    ALIGNED: bytes that every address is a multiple of; STEP: words that every size is a multiple of. CHUNK: words that
+    a program has in flight. EVEN: every size is a multiple of CHUNK.
     """
     lanes = tl.arange(0, CHUNK)
     fragment = first + tl.program_id(0)
     while fragment < end:
         dst = tl.multiple_of(tl.load(table + fragment).to(tl.pointer_type(WORD)), ALIGNED)
         src = tl.multiple_of(tl.load(table + stride + fragment).to(tl.pointer_type(WORD)), ALIGNED)
-        words = tl.load(table + 2 * stride + fragment)
+        words = tl.multiple_of(tl.load(table + 2 * stride + fragment), STEP)
         if EVEN:
             for start in range(0, words, CHUNK):
                 tl.store(dst + start + lanes, tl.load(src + start + lanes))
@@ -39,6 +49,16 @@ def _move(  # type: ignore[no-untyped-def]
 def word_size(aligned: int) -> int:
     """Bytes of the words that the kernel counts in, for addresses and sizes aligned to so many bytes."""
     return min(aligned, 8)
+
+
+def chunk_for(common: int, most: int) -> tuple[int, bool]:
+    """Bytes that a program should have in flight, and whether that divides every size.
+
+    Args:
+        common: A power of two that divides every size.
+        most: What the direction does best with.
+    """
+    return (min(common, most), True) if common >= CHUNK_BYTES_MIN else (most, False)
 
 
 def move(
@@ -60,6 +80,7 @@ def move(
         end,
         WORD=_WORDS[aligned],
         ALIGNED=aligned,
+        STEP=aligned // word_size(aligned),
         CHUNK=chunk_bytes // word_size(aligned),
         EVEN=even,
         num_warps=warps,

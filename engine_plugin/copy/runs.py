@@ -97,9 +97,9 @@ def cut_at_borders(fragments: Fragments, base: int, step: int) -> Fragments:
     )
 
 
-def word_bytes(*arrays: np.ndarray) -> int:
-    """The widest access, 16 bytes at most, to which every one of these addresses and sizes is aligned."""
-    bits = 16
+def alignment(*arrays: np.ndarray, most: int = 16) -> int:
+    """The largest power of two, `most` at most, that divides every one of these addresses and sizes."""
+    bits = most
     for array in arrays:
         bits |= int(np.bitwise_or.reduce(array)) if len(array) else 0
     return bits & -bits

@@ -88,7 +88,7 @@ def test_the_mean_run_counts_neighbouring_slots_as_one() -> None:
 
 @pytest.mark.parametrize(("value", "aligned"), [(32, 16), (16, 16), (24, 8), (4, 4), (6, 2), (7, 1)])
 def test_words_are_as_wide_as_everything_is_aligned(value: int, aligned: int) -> None:
-    assert runs.word_bytes(np.array([64, 128], np.uint64), np.array([value], np.uint64)) == aligned
+    assert runs.alignment(np.array([64, 128], np.uint64), np.array([value], np.uint64)) == aligned
 
 
 @pytest.mark.parametrize(
