@@ -149,7 +149,9 @@ class CudaCopyEngine(CopyEngine):
         """
         if path not in paths.CHOICES:
             raise ValueError(f"there is no copy path {path!r}; there are {', '.join(paths.CHOICES)}")
-        self.device = torch.device(device)
+        named = torch.device(device)
+        # Threads set their device by it, which needs the index.
+        self.device = torch.device("cuda", torch.cuda.current_device() if named.index is None else named.index)
         self._path = path
         self._chunk_bytes = chunk_bytes
         self._runtime = CudaRuntime()
