@@ -85,12 +85,27 @@ class _Lane:
 class _Job:
     """A job under way: its parts are over when their events are."""
 
-    __slots__ = ("ended", "error", "futures", "keep", "layers", "over", "registration", "size_bytes", "started", "then")
+    __slots__ = (
+        "ended",
+        "error",
+        "futures",
+        "keep",
+        "layers",
+        "over",
+        "ready",
+        "registration",
+        "size_bytes",
+        "started",
+        "then",
+    )
 
     def __init__(self, then: Then, size_bytes: int, registration: Registration) -> None:
         self.then = then
         self.size_bytes = size_bytes
         self.registration = registration
+        #: What was on the caller's stream before is over.
+        self.ready = torch.cuda.Event(enable_timing=True)
+        self.ready.record()
         self.started = torch.cuda.Event(enable_timing=True)
         self.ended: list[torch.cuda.Event] = []
         self.futures: list[concurrent.futures.Future[torch.cuda.Event]] = []
@@ -158,7 +173,12 @@ class CudaCopyEngine(CopyEngine):
         with torch.cuda.device(self.device):
             self._store = _Lane(self.device, priority=0, stage_bytes=stage_bytes)
             self._load = _Lane(self.device, priority=-1, stage_bytes=stage_bytes)
-            _compile(self.device)
+            # What most jobs need, so that the first of them does not wait for a compiler.
+            self._movers: dict[tuple[int, int, int, bool], kernels.Mover] = {}
+            for tuning in {STAGED, TO_HOST, TO_GPU}:
+                for common in (tuning.chunk_bytes, 8192, 4096, 16):
+                    self._mover(16, common, tuning)
+            torch.cuda.synchronize()
         self._registration: Registration | None = None
         self._retired: list[Registration] = []
         self._mapped = False
@@ -231,8 +251,6 @@ class CudaCopyEngine(CopyEngine):
             raise RuntimeError("no pool was given")
         with torch.cuda.device(self.device):
             job = _Job(then, fragments.size_bytes, registration)
-            ready = torch.cuda.Event()
-            ready.record()
             known = registration.registered_bytes
             if known and not self._mapped:
                 address = registration.pool.address
@@ -241,9 +259,9 @@ class CudaCopyEngine(CopyEngine):
             lane.jobs.append(job)
             try:
                 if layer_ends:
-                    self._queue_layers(lane, job, fragments, list(layer_ends), ready, known)
+                    self._queue_layers(lane, job, fragments, list(layer_ends), known)
                 else:
-                    self._queue(lane, job, fragments, ready, known, is_load)
+                    self._queue(lane, job, fragments, known, is_load)
             except BaseException as error:
                 # Parts of it may be queued: it ends, badly, when they are over.
                 job.error = error
@@ -251,41 +269,37 @@ class CudaCopyEngine(CopyEngine):
                     self._end_on(job, stream)
         return job
 
-    def _queue(
-        self, lane: _Lane, job: _Job, fragments: Fragments, ready: torch.cuda.Event, known: int, is_load: bool
-    ) -> None:
+    def _queue(self, lane: _Lane, job: _Job, fragments: Fragments, known: int, is_load: bool) -> None:
         """Queues every part of a job."""
-        fragments = runs.in_pool_order(fragments)
-        end = job.registration.pool.address + known
-        inside = int(np.searchsorted(fragments.pool + fragments.size, end, side="right"))
-        if self._path == "pageable":
-            inside = 0
-        fast, slow = runs.take(fragments, slice(inside)), runs.take(fragments, slice(inside, None))
-        if len(slow):
-            self._queue_pageable(lane, job, slow, ready, is_load)
-        if not len(fast):
-            return
+        fast = fragments = runs.in_pool_order(fragments)
+        pool = job.registration.pool
+        if known < pool.size_bytes or self._path == "pageable":
+            end = pool.address + (0 if self._path == "pageable" else known)
+            inside = int(np.searchsorted(fragments.pool + fragments.size, end, side="right"))
+            fast, slow = runs.take(fragments, slice(inside)), runs.take(fragments, slice(inside, None))
+            if len(slow):
+                self._queue_pageable(lane, job, slow, is_load)
+            if not len(fast):
+                return
         path = self._path
         if path in ("auto", "pageable"):
             path = paths.choose(
                 fast.size_bytes,
                 len(fast),
-                runs.mean_run_bytes(fast),
+                lambda: runs.mean_run_bytes(fast),
                 staging=lane.stage is not None,
                 mapped=self._mapped,
             )
         if path == "staged" and lane.stage is not None and int(fast.size.max()) <= lane.stage_bytes:
-            self._queue_staged(lane, job, fast, ready, is_load)
+            self._queue_staged(lane, job, fast, is_load)
         elif path == "kernel" and self._mapped:
-            self._queue_kernel(lane, job, fast, ready, is_load)
+            self._queue_kernel(lane, job, fast, is_load)
         else:
             path = "batch"
-            self._queue_batch(lane, job, fast, ready, is_load)
+            self._queue_batch(lane, job, fast, is_load)
         self._bytes[path] += fast.size_bytes
 
-    def _queue_staged(
-        self, lane: _Lane, job: _Job, fragments: Fragments, ready: torch.cuda.Event, is_load: bool
-    ) -> None:
+    def _queue_staged(self, lane: _Lane, job: _Job, fragments: Fragments, is_load: bool) -> None:
         assert lane.stage is not None
         bounds = runs.windows(fragments.size, lane.stage_bytes)
         count = len(bounds) - 1
@@ -312,32 +326,52 @@ class CudaCopyEngine(CopyEngine):
         )
         run_before = np.cumsum(whole.size) - whole.size
         run_bounds = np.searchsorted(run_before, np.append(before[bounds[:-1]], fragments.size_bytes))
-        with torch.cuda.stream(lane.kernels):
-            launch = self._launcher(job, pieces, is_load, STAGED)
-        copies, kernels_ = lane.copies, lane.kernels
-        kernels_.wait_event(ready)
-        job.started.record(copies if is_load else kernels_)
+        copies, kernel_stream = lane.copies, lane.kernels
+        buffer_of = buffers.tolist()
+        run_bound, piece_bound = run_bounds.tolist(), piece_bounds.tolist()
+
+        def send(window: int) -> None:
+            """Copy engine: buffer from or to the pool."""
+            part = slice(run_bound[window], run_bound[window + 1])
+            ends = (whole.kv[part], whole.pool[part])
+            self._copy_runs(copies, *(ends if is_load else ends[::-1]), whole.size[part], still=is_load)
+
+        def spread(window: int) -> None:
+            """Multiprocessors: buffer to or from KV memory."""
+            launch(piece_bound[window], piece_bound[window + 1])
+
+        if is_load:
+            job.started.record(copies)
+            ahead = min(count, STAGES)
+            for window in range(ahead):  # what needs no table comes before the table
+                copies.wait_event(lane.emptied[buffer_of[window]])
+                send(window)
+                lane.filled[buffer_of[window]].record(copies)
+            kernel_stream.wait_event(job.ready)
+            launch = self._launcher(lane, job, pieces, is_load, STAGED)
+            for window in range(count):
+                buffer = buffer_of[window]
+                kernel_stream.wait_event(lane.filled[buffer])
+                spread(window)
+                lane.emptied[buffer].record(kernel_stream)
+                if window + ahead < count:
+                    copies.wait_event(lane.emptied[buffer])
+                    send(window + ahead)
+                    lane.filled[buffer].record(copies)
+            self._end_on(job, kernel_stream)
+            return
+        launch = self._launcher(lane, job, pieces, is_load, STAGED)
+        kernel_stream.wait_event(job.ready)
+        job.started.record(kernel_stream)
         for window in range(count):
-            buffer = int(buffers[window])
-            part = slice(int(run_bounds[window]), int(run_bounds[window + 1]))
-            low, high = int(piece_bounds[window]), int(piece_bounds[window + 1])
-            if is_load:
-                copies.wait_event(lane.emptied[buffer])
-                self._copy_runs(copies, whole.kv[part], whole.pool[part], whole.size[part], still=True)
-                lane.filled[buffer].record(copies)
-                kernels_.wait_event(lane.filled[buffer])
-                with torch.cuda.stream(kernels_):
-                    launch(low, high)
-                lane.emptied[buffer].record(kernels_)
-            else:
-                kernels_.wait_event(lane.emptied[buffer])
-                with torch.cuda.stream(kernels_):
-                    launch(low, high)
-                lane.filled[buffer].record(kernels_)
-                copies.wait_event(lane.filled[buffer])
-                self._copy_runs(copies, whole.pool[part], whole.kv[part], whole.size[part], still=False)
-                lane.emptied[buffer].record(copies)
-        self._end_on(job, kernels_ if is_load else copies)
+            buffer = buffer_of[window]
+            kernel_stream.wait_event(lane.emptied[buffer])
+            spread(window)
+            lane.filled[buffer].record(kernel_stream)
+            copies.wait_event(lane.filled[buffer])
+            send(window)
+            lane.emptied[buffer].record(copies)
+        self._end_on(job, copies)
 
     def _copy_runs(
         self, stream: torch.cuda.Stream, dst: np.ndarray, src: np.ndarray, size: np.ndarray, *, still: bool
@@ -347,60 +381,48 @@ class CudaCopyEngine(CopyEngine):
         else:
             self._runtime.copy_batch(dst, src, size, stream.cuda_stream, source_is_still=still)
 
-    def _queue_kernel(
-        self, lane: _Lane, job: _Job, fragments: Fragments, ready: torch.cuda.Event, is_load: bool
-    ) -> None:
+    def _queue_kernel(self, lane: _Lane, job: _Job, fragments: Fragments, is_load: bool) -> None:
         pieces = runs.split(fragments, _PIECE_BYTES)
-        with torch.cuda.stream(lane.kernels):
-            launch = self._launcher(job, pieces, is_load, TO_GPU if is_load else TO_HOST)
-            lane.kernels.wait_event(ready)
-            job.started.record(lane.kernels)
-            launch(0, len(pieces))
+        launch = self._launcher(lane, job, pieces, is_load, TO_GPU if is_load else TO_HOST)
+        lane.kernels.wait_event(job.ready)
+        job.started.record(lane.kernels)
+        launch(0, len(pieces))
         self._end_on(job, lane.kernels)
 
-    def _queue_layers(
-        self, lane: _Lane, job: _Job, fragments: Fragments, ends: list[int], ready: torch.cuda.Event, known: int
-    ) -> None:
+    def _queue_layers(self, lane: _Lane, job: _Job, fragments: Fragments, ends: list[int], known: int) -> None:
         """Queues layer by layer: one launch, or one batch, for each."""
         pool = job.registration.pool
         fast = self._mapped and int((fragments.pool + fragments.size).max()) <= pool.address + known
         stream = lane.kernels if fast else lane.copies
-        stream.wait_event(ready)
-        with torch.cuda.stream(stream):
-            launch = self._launcher(job, fragments, True, TO_GPU) if fast else None
-            job.started.record(stream)
-            begin = 0
-            for end in ends:
-                if launch is not None:
-                    launch(begin, end)
-                else:
-                    layer = runs.cut_at_borders(
-                        runs.take(fragments, slice(begin, end)), pool.address, self._chunk_bytes
-                    )
-                    self._runtime.copy_batch(layer.kv, layer.pool, layer.size, stream.cuda_stream, source_is_still=True)
-                event = torch.cuda.Event()
-                event.record(stream)
-                job.layers.append(event)
-                begin = end
+        launch = self._launcher(lane, job, fragments, True, TO_GPU) if fast else None
+        stream.wait_event(job.ready)
+        job.started.record(stream)
+        begin = 0
+        for end in ends:
+            if launch is not None:
+                launch(begin, end)
+            else:
+                layer = runs.cut_at_borders(runs.take(fragments, slice(begin, end)), pool.address, self._chunk_bytes)
+                self._runtime.copy_batch(layer.kv, layer.pool, layer.size, stream.cuda_stream, source_is_still=True)
+            event = torch.cuda.Event()
+            event.record(stream)
+            job.layers.append(event)
+            begin = end
         self._end_on(job, stream)
         self._bytes["kernel" if fast else "pageable"] += job.size_bytes
 
-    def _queue_batch(
-        self, lane: _Lane, job: _Job, fragments: Fragments, ready: torch.cuda.Event, is_load: bool
-    ) -> None:
-        lane.copies.wait_event(ready)
+    def _queue_batch(self, lane: _Lane, job: _Job, fragments: Fragments, is_load: bool) -> None:
+        lane.copies.wait_event(job.ready)
         job.started.record(lane.copies)
         self._batch(lane.copies, job, fragments, is_load)
         self._end_on(job, lane.copies)
 
-    def _queue_pageable(
-        self, lane: _Lane, job: _Job, fragments: Fragments, ready: torch.cuda.Event, is_load: bool
-    ) -> None:
+    def _queue_pageable(self, lane: _Lane, job: _Job, fragments: Fragments, is_load: bool) -> None:
         job.started.record()
 
         def run() -> torch.cuda.Event:
             torch.cuda.set_device(self.device)
-            lane.pageable.wait_event(ready)
+            lane.pageable.wait_event(job.ready)
             self._batch(lane.pageable, job, fragments, is_load)
             ended = torch.cuda.Event(enable_timing=True)
             ended.record(lane.pageable)
@@ -414,30 +436,30 @@ class CudaCopyEngine(CopyEngine):
         dst, src = (cut.kv, cut.pool) if is_load else (cut.pool, cut.kv)
         self._runtime.copy_batch(dst, src, cut.size, stream.cuda_stream, source_is_still=is_load)
 
-    def _launcher(self, job: _Job, pieces: Fragments, is_load: bool, tuning: Tuning) -> Callable[[int, int], None]:
-        """Sends the table of a kernel, on the current stream; launches of it then name a range of it."""
+    def _launcher(
+        self, lane: _Lane, job: _Job, pieces: Fragments, is_load: bool, tuning: Tuning
+    ) -> Callable[[int, int], None]:
+        """Sends the table of a kernel, on the lane's stream; launches of it then name a range of it."""
         aligned = runs.alignment(pieces.kv, pieces.pool, pieces.size)
-        chunk_bytes, even = kernels.chunk_for(runs.alignment(pieces.size, most=tuning.chunk_bytes), tuning.chunk_bytes)
+        common = runs.alignment(pieces.size, most=tuning.chunk_bytes)
         table = torch.empty((3, len(pieces)), dtype=torch.int64, pin_memory=True)
         rows = table.numpy().view(np.uint64)
         rows[0], rows[1] = (pieces.kv, pieces.pool) if is_load else (pieces.pool, pieces.kv)
         np.floor_divide(pieces.size, np.uint64(kernels.word_size(aligned)), out=rows[2])
-        on_gpu = table.to(self.device, non_blocking=True)
+        with torch.cuda.stream(lane.kernels):
+            on_gpu = table.to(self.device, non_blocking=True)
+            mover = self._mover(aligned, common, tuning)
         job.keep += [table, on_gpu]
+        stream = lane.kernels.cuda_stream
+        return lambda first, end: mover(on_gpu, first, end, tuning.programs, stream)
 
-        def launch(first: int, end: int) -> None:
-            kernels.move(
-                on_gpu,
-                first,
-                end,
-                aligned,
-                programs=tuning.programs,
-                chunk_bytes=chunk_bytes,
-                warps=tuning.warps,
-                even=even,
-            )
-
-        return launch
+    def _mover(self, aligned: int, common: int, tuning: Tuning) -> kernels.Mover:
+        """The kernel for fragments that are aligned so, and whose sizes a power of two divides."""
+        chunk_bytes, even = kernels.chunk_for(common, tuning.chunk_bytes)
+        key = (aligned, chunk_bytes, tuning.warps, even)
+        if key not in self._movers:
+            self._movers[key] = kernels.Mover(self.device, *key)
+        return self._movers[key]
 
     def _end_on(self, job: _Job, stream: torch.cuda.Stream) -> None:
         event = torch.cuda.Event(enable_timing=True)
@@ -473,7 +495,9 @@ class CudaCopyEngine(CopyEngine):
         if job.error is not None:
             self._failed += 1
         elif job.ended:
-            seconds = max(job.started.elapsed_time(event) for event in job.ended) / 1e3
+            last = max(job.started.elapsed_time(event) for event in job.ended)
+            waited = job.started.elapsed_time(job.ready)  # a load fills its buffers while it waits
+            seconds = (last - max(0.0, waited)) / 1e3
         job.keep.clear()
         job.registration.jobs -= 1
         job.over = True
@@ -490,13 +514,3 @@ class CudaCopyEngine(CopyEngine):
         for registration in registrations:
             registration.join()
         self._load.stage = self._store.stage = None
-
-
-def _compile(device: torch.device) -> None:
-    """Compiles what most jobs need, so that the first of them does not wait for it."""
-    table = torch.zeros((3, 1), dtype=torch.int64, device=device)
-    for tuning in {STAGED, TO_HOST, TO_GPU}:
-        for common in (tuning.chunk_bytes, 8192, 4096, 16):
-            chunk_bytes, even = kernels.chunk_for(common, tuning.chunk_bytes)
-            kernels.move(table, 0, 0, 16, programs=1, chunk_bytes=chunk_bytes, warps=tuning.warps, even=even)
-    torch.cuda.synchronize(device)

@@ -61,27 +61,32 @@ def chunk_for(common: int, most: int) -> tuple[int, bool]:
     return (min(common, most), True) if common >= CHUNK_BYTES_MIN else (most, False)
 
 
-def move(
-    table: torch.Tensor, first: int, end: int, aligned: int, *, programs: int, chunk_bytes: int, warps: int, even: bool
-) -> Any:
-    """Queues the kernel on the current stream.
+class Mover:
+    """The kernel compiled for one kind of fragments.
 
-    Args:
-        table: int64 [3, n] on the GPU, see the kernel; sizes are in words of word_size(aligned) bytes.
-        aligned: 16, 8, 4, 2 or 1.
-        programs: How many programs share the work; each keeps a multiprocessor busy while it runs.
-        chunk_bytes: What a program has in flight.
-        even: Every size is a multiple of chunk_bytes.
+    Launching it directly costs a third of what Triton's own call does, which looks its arguments up each time.
     """
-    return _move[(max(1, min(programs, end - first)),)](
-        table,
-        table.stride(0),
-        first,
-        end,
-        WORD=_WORDS[aligned],
-        ALIGNED=aligned,
-        STEP=aligned // word_size(aligned),
-        CHUNK=chunk_bytes // word_size(aligned),
-        EVEN=even,
-        num_warps=warps,
-    )
+
+    def __init__(self, device: torch.device, aligned: int, chunk_bytes: int, warps: int, even: bool) -> None:
+        """Compiles it, or takes it from Triton's cache.
+
+        Args:
+            aligned: 16, 8, 4, 2 or 1: bytes that divide every address and size.
+            chunk_bytes: What a program has in flight.
+            even: Every size is a multiple of chunk_bytes.
+        """
+        word = word_size(aligned)
+        self._constants = (_WORDS[aligned], aligned, aligned // word, chunk_bytes // word, even)
+        table = torch.zeros((3, 1), dtype=torch.int64, device=device)
+        self._kernel: Any = _move[(1,)](table, table.stride(0), 0, 0, *self._constants, num_warps=warps)
+
+    def __call__(self, table: torch.Tensor, first: int, end: int, programs: int, stream: int) -> None:
+        """Queues fragments first..end.
+
+        Args:
+            table: int64 [3, n] on the GPU, see the kernel; sizes are in words of word_size(aligned) bytes.
+            programs: How many programs share the work; each keeps a multiprocessor busy while it runs.
+            stream: Handle of a CUDA stream.
+        """
+        grid = (max(1, min(programs, end - first)), 1, 1)
+        self._kernel[grid](table, table.stride(0), first, end, *self._constants, stream=stream)

@@ -79,22 +79,20 @@ def split(fragments: Fragments, longest: int) -> Fragments:
 
 
 def cut_at_borders(fragments: Fragments, base: int, step: int) -> Fragments:
-    """Cuts fragments where they cross `base` plus a multiple of `step` in the pool: a copy may not span two
-    registrations. No fragment is longer than `step`.
+    """Cuts fragments where they cross `base` plus a multiple of `step` in the pool: a copy must not span two
+    registrations.
     """
     start = fragments.pool - np.uint64(base)
-    room = np.uint64(step) - start % np.uint64(step)
-    crossing = np.flatnonzero(fragments.size > room)
-    if not len(crossing):
+    stride = np.uint64(step)
+    pieces = ((start + fragments.size - np.uint64(1)) // stride - start // stride + np.uint64(1)).astype(np.int64)
+    if not len(fragments) or int(pieces.max()) == 1:
         return fragments
-    head = np.minimum(fragments.size, room)
-    rest, gone = fragments.size[crossing] - room[crossing], room[crossing]
-    where = crossing + 1
-    return Fragments(
-        np.insert(fragments.kv, where, fragments.kv[crossing] + gone),
-        np.insert(fragments.pool, where, fragments.pool[crossing] + gone),
-        np.insert(head, where, rest),
-    )
+    source = np.repeat(np.arange(len(fragments)), pieces)
+    within = (np.arange(len(source)) - np.repeat(np.cumsum(pieces) - pieces, pieces)).astype(np.uint64)
+    begin = np.where(within == 0, start[source], (start[source] // stride + within) * stride)
+    end = np.minimum(start[source] + fragments.size[source], (begin // stride + np.uint64(1)) * stride)
+    offset = begin - start[source]
+    return Fragments(fragments.kv[source] + offset, fragments.pool[source] + offset, end - begin)
 
 
 def alignment(*arrays: np.ndarray, most: int = 16) -> int:

@@ -122,6 +122,7 @@ def round_trips(engine: CudaCopyEngine, pool: Pool, count: int, seed: int) -> in
         store = engine.store(shuffled(kv.fragments(source, pool, offsets)), ends)
         while not store.over:
             engine.poll()
+        assert ends.errors == [None], ends.errors
         expected = [kv.block(block) for block in source]
         others = {block: kv.block(block) for block in rng.sample(range(48), 3) if block not in target}
         for offset, block in zip(offsets, expected, strict=True):
