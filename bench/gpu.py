@@ -173,9 +173,12 @@ class Bench:
                 figures[case] = ratio.as_json()
                 beside += f"{case[5:]} {ratio.median:.2f}x "
         if beside:
+            assert self.vllm is not None
             slowest = min(figures[case][0] for case in cases if case.startswith("vLLM"))
-            wanted = _FASTER_THAN_VLLM if load and page == 64 << 10 and order == "random" else 1.0
-            goals.append(self.report.goal(f"{name} beside vLLM", round(slowest, 2), at_least=wanted))
+            goals.append(self.report.goal(f"{name} beside vLLM", round(slowest, 2), at_least=1.0))
+            if load and page == 64 << 10 and order == "random":
+                taken = round(figures[self.vllm.takes(page)][0], 2)
+                goals.append(self.report.goal(f"{name} beside what vLLM takes", taken, at_least=_FASTER_THAN_VLLM))
         self.report.figures[name] = figures
         self.report.rows.append(
             (
@@ -322,6 +325,10 @@ class Vllm:
 
         self._ops = _custom_ops
         self._triton = swap_blocks_triton
+
+    def takes(self, page: int) -> str:
+        """The way that it takes towards the GPU for pages of this size."""
+        return "vLLM kernel" if page < self._triton.THRESHOLD_BYTES else "vLLM batch"
 
     def ways(self, fragments: Fragments, load: bool, page: int) -> dict[str, Callable[[], None]]:
         """Name -> what queues the copies on the current stream."""

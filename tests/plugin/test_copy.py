@@ -52,8 +52,10 @@ def test_cutting_and_sorting_move_the_same_bytes(seed: int) -> None:
     assert moved(cut) == bytes_
     start = cut.pool - np.uint64(1 << 20)
     assert (start // step == (start + cut.size - np.uint64(1)) // step).all()
-    mixed = runs.take(fragments, rng.permutation(len(fragments)))
-    assert np.array_equal(runs.in_pool_order(mixed).pool, fragments.pool)
+    for mixed in (rng.permutation(len(fragments)), np.roll(np.arange(len(fragments)), int(rng.integers(60)))):
+        ordered = runs.in_pool_order(runs.take(fragments, mixed))
+        assert np.array_equal(ordered.pool, fragments.pool)
+        assert np.array_equal(ordered.kv, fragments.kv)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -75,6 +77,12 @@ def test_runs_are_what_is_contiguous_within_a_window(seed: int) -> None:
         ends = fragments.pool[begin:end] + fragments.size[begin:end]
         assert np.array_equal(ends[:-1], fragments.pool[begin + 1 : end])
         assert ends[-1] - fragments.pool[begin] == length
+
+
+@pytest.mark.parametrize(("count", "room"), [(1, 10), (7, 10), (7, 30), (6, 30), (7, 35), (7, 1000)])
+def test_windows_of_pages_of_one_size_are_full(count: int, room: int) -> None:
+    bounds = runs.windows(np.full(count, 10, np.uint64), room)
+    assert bounds.tolist() == [*range(0, count, room // 10), count]
 
 
 def test_a_fragment_larger_than_a_window_has_one_to_itself() -> None:
