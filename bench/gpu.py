@@ -267,18 +267,25 @@ class Bench:
         rigs = [Rig(self.arena, page, count, seed=seed) for seed in (0, 1)]
         a, b = (torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda") for _ in range(2))
         out = torch.empty_like(a)
-        products = 30
+        products = 60
 
         compute = torch.cuda.Stream()
 
+        moved: list[float] = []
+
         def pair() -> list[Any]:
-            return [self.engine.load(rigs[0].fragments, _must), self.engine.store(rigs[1].fragments, _must)]
+            """As in an engine's step: handed in while the model's kernels are queued."""
+            return [
+                self.engine.load(rigs[0].fragments, _must, beside_compute=True),
+                self.engine.store(rigs[1].fragments, _must, beside_compute=True),
+            ]
 
         def run(stream: bool) -> float:
             """The jobs are handed in on a stream that is idle, so that they do not wait for the products."""
             torch.cuda.synchronize()
             jobs = pair() if stream else []
             begun, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            before = sum(self.engine.stats().bytes_by_path.values()) - sum(job.size_bytes for job in jobs)
             with torch.cuda.stream(compute):
                 begun.record()
                 for _ in range(products):
@@ -290,8 +297,13 @@ class Bench:
                     jobs += pair()
             ended.synchronize()
             assert not stream or not jobs[-1].over, "the copies ended before the products"
+            started = time.perf_counter()
             self.engine.wait(jobs)
-            return begun.elapsed_time(ended) / 1e3
+            seconds = begun.elapsed_time(ended) / 1e3
+            if stream:
+                total = sum(self.engine.stats().bytes_by_path.values()) - before
+                moved.append(total / (seconds + time.perf_counter() - started) / 1e9)
+            return seconds
 
         took = in_turn({"alone": lambda: run(False), "streaming": lambda: run(True)}, self.rounds)
         slower = Ratio.of(took["streaming"], took["alone"])
@@ -306,7 +318,7 @@ class Bench:
                 f"{rates['alone']:.0f}",
                 f"{slower.median - 1:+.1%}",
                 "",
-                "-",
+                f"{statistics.median(moved):.0f} GB/s moved",
                 goal,
             )
         )

@@ -3,6 +3,7 @@
     contract        what every engine promises, and to whom          (no torch)
     cpu             KV memory on the host: one loop of memcpy without the interpreter lock
     cuda            KV memory on a GPU: registered pool, streams and events
+    lanes           a direction's streams, buffers and jobs
     registration    makes the pool known to the GPU, in the background
     paths           which way a batch goes, from measurements           (no torch)
     runs            array arithmetic on fragments                       (no torch)

@@ -107,16 +107,23 @@ class CopyEngine(abc.ABC):
         """
 
     @abc.abstractmethod
-    def store(self, fragments: Fragments, then: Then) -> Copy:
+    def store(self, fragments: Fragments, then: Then, *, beside_compute: bool = False) -> Copy:
         """Copies from KV memory to the pool.
+
+        Args:
+            beside_compute: The model computes meanwhile and shall not become slower by it: a way that is less fast, but
+                leaves the processor of KV memory alone, is the better one.
 
         Raises:
             RuntimeError: nothing was begun, and `then` will not be called.
         """
 
     @abc.abstractmethod
-    def load(self, fragments: Fragments, then: Then) -> Copy:
+    def load(self, fragments: Fragments, then: Then, *, beside_compute: bool = False) -> Copy:
         """Copies from the pool to KV memory.
+
+        Args:
+            beside_compute: As for `store`.
 
         Raises:
             RuntimeError: nothing was begun, and `then` will not be called.

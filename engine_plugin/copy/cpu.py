@@ -90,10 +90,10 @@ class CpuCopyEngine(CopyEngine):
     def use_pool(self, pool: Pool | None) -> None:
         self._pool = pool
 
-    def store(self, fragments: Fragments, then: Then) -> _Job:
+    def store(self, fragments: Fragments, then: Then, *, beside_compute: bool = False) -> _Job:
         return self._begin(self._stores, fragments.pool, fragments.kv, fragments, then)
 
-    def load(self, fragments: Fragments, then: Then) -> _Job:
+    def load(self, fragments: Fragments, then: Then, *, beside_compute: bool = False) -> _Job:
         return self._begin(self._loads, fragments.kv, fragments.pool, fragments, then)
 
     def poll(self) -> None:

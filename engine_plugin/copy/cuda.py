@@ -9,9 +9,9 @@ kernels too: what they need is short, and behind a large matrix product it would
     staged     load:  copy engine, pool -> buffer; event; kernel, buffer -> KV memory; event frees the buffer
                store: kernel, KV memory -> buffer; event; copy engine, buffer -> pool; event frees the buffer
                A direction has several buffers, so that copy engine and kernel work at the same time.
-    batch      copy engine alone
+    batch      copy engine alone; queued by a thread where there are many fragments
     kernel     multiprocessors alone
-    pageable   the batch call from a thread, since the driver makes its caller wait for memory that is not registered
+    pageable   the batch call for memory that is not registered, during which the driver makes its caller wait
 
 What is written to KV memory waits for an event on the caller's stream, as does what is read from it; what fills a
 buffer from the pool waits for nothing.
@@ -19,13 +19,11 @@ buffer from the pool waits for nothing.
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import dataclasses
-import logging
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Collection
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import torch
@@ -33,17 +31,16 @@ import torch
 from engine_plugin.copy import kernels, paths, runs
 from engine_plugin.copy.contract import CopyEngine, CopyStats, Fragments, Pool, Then
 from engine_plugin.copy.cudart import CudaRuntime
+from engine_plugin.copy.lanes import STAGES, Job, Lane, Part, mark
 from engine_plugin.copy.registration import CHUNK_BYTES, Registration
 
-log = logging.getLogger("vllm.kvstore")
-
-#: Buffers of a direction: one is filled, one is emptied, one is between the two.
-STAGES: Final = 3
 #: Of one buffer: long enough that starting and ending a copy costs little (300 us at 55 GB/s), short enough that the
 #: first and the last one, which nothing overlaps, cost little too.
 STAGE_BYTES: Final = 16 << 20
 #: Up to so many runs of a buffer are copied one by one, which costs the host less than a batch of as many.
 _SINGLE_COPIES_MAX: Final = 8
+#: Fragments of one batch call: some 500 us of the host.
+_BATCH_PART: Final = 1024
 #: No program moves more than this of one fragment, so that few long fragments are spread as well.
 _PIECE_BYTES: Final = 64 << 10
 
@@ -62,87 +59,6 @@ STAGED: Final = Tuning(programs=32, chunk_bytes=32768, warps=8)
 #: Over the bus, by direction.
 TO_HOST: Final = Tuning(programs=16, chunk_bytes=16384, warps=8)
 TO_GPU: Final = Tuning(programs=16, chunk_bytes=16384, warps=8)
-
-
-class _Lane:
-    """Streams, buffers and jobs of one direction."""
-
-    def __init__(self, device: torch.device, *, priority: int, stage_bytes: int) -> None:
-        self.copies = torch.cuda.Stream(device, priority=priority)
-        self.kernels = torch.cuda.Stream(device, priority=priority)
-        self.pageable = torch.cuda.Stream(device, priority=priority)
-        self.jobs: deque[_Job] = deque()
-        self.stage_bytes = stage_bytes
-        self.stage: torch.Tensor | None = None
-        self.filled = [torch.cuda.Event() for _ in range(STAGES)]
-        self.emptied = [torch.cuda.Event() for _ in range(STAGES)]
-        self.turn = 0
-        if stage_bytes:
-            try:
-                self.stage = torch.empty(STAGES * stage_bytes, dtype=torch.uint8, device=device)
-            except torch.OutOfMemoryError:
-                log.warning(
-                    "kvstore: no GPU memory for %d MB of buffers; copies are slower", STAGES * stage_bytes >> 20
-                )
-
-
-class _Job:
-    """A job under way: its parts are over when their events are."""
-
-    __slots__ = (
-        "ended",
-        "error",
-        "futures",
-        "keep",
-        "layers",
-        "over",
-        "ready",
-        "registration",
-        "size_bytes",
-        "started",
-        "then",
-    )
-
-    def __init__(self, then: Then, size_bytes: int, registration: Registration) -> None:
-        self.then = then
-        self.size_bytes = size_bytes
-        self.registration = registration
-        #: What was on the caller's stream before is over.
-        self.ready = torch.cuda.Event(enable_timing=True)
-        self.ready.record()
-        self.started = torch.cuda.Event(enable_timing=True)
-        self.ended: list[torch.cuda.Event] = []
-        self.futures: list[concurrent.futures.Future[torch.cuda.Event]] = []
-        self.layers: list[torch.cuda.Event] = []
-        self.keep: list[Any] = []  # what the GPU reads until the job is over
-        self.error: BaseException | None = None
-        self.over = False
-
-    def wait_layer(self, layer: int) -> None:
-        """Makes the current stream wait for the fragments of one layer; see CudaCopyEngine.load_by_layer."""
-        self.layers[layer].wait()
-
-    def arrived(self) -> bool:
-        """Whether every part is over; an error of one is kept."""
-        if self.futures:
-            if not all(future.done() for future in self.futures):
-                return False
-            self._collect()
-        return all(event.query() for event in self.ended)
-
-    def synchronize(self) -> None:
-        """Waits for every part."""
-        self._collect()
-        for event in self.ended:
-            event.synchronize()
-
-    def _collect(self) -> None:
-        for future in self.futures:
-            try:
-                self.ended.append(future.result())
-            except BaseException as error:
-                self.error = error
-        self.futures = []
 
 
 class CudaCopyEngine(CopyEngine):
@@ -175,8 +91,8 @@ class CudaCopyEngine(CopyEngine):
         self._chunk_bytes = chunk_bytes
         self._runtime = CudaRuntime()
         with torch.cuda.device(self.device):
-            self._store = _Lane(self.device, priority=-1, stage_bytes=stage_bytes)
-            self._load = _Lane(self.device, priority=-2, stage_bytes=stage_bytes)
+            self._store = Lane(self.device, self._runtime, priority=-1, stage_bytes=stage_bytes)
+            self._load = Lane(self.device, self._runtime, priority=-2, stage_bytes=stage_bytes)
             # What most jobs need, so that the first of them does not wait for a compiler.
             self._movers: dict[tuple[int, int, int, bool], kernels.Mover] = {}
             for tuning in {STAGED, TO_HOST, TO_GPU}:
@@ -188,7 +104,6 @@ class CudaCopyEngine(CopyEngine):
         self._mapped = False
         self._bytes: Counter[str] = Counter()
         self._failed = 0
-        self._pageable = concurrent.futures.ThreadPoolExecutor(2, thread_name_prefix="kvstore-pageable")
 
     # -- the pool ------------------------------------------------------------------------------------------------------
 
@@ -223,13 +138,13 @@ class CudaCopyEngine(CopyEngine):
 
     # -- jobs ----------------------------------------------------------------------------------------------------------
 
-    def store(self, fragments: Fragments, then: Then) -> _Job:
-        return self._begin(self._store, fragments, then, is_load=False)
+    def store(self, fragments: Fragments, then: Then, *, beside_compute: bool = False) -> Job:
+        return self._begin(self._store, fragments, then, is_load=False, beside_compute=beside_compute)
 
-    def load(self, fragments: Fragments, then: Then) -> _Job:
-        return self._begin(self._load, fragments, then, is_load=True)
+    def load(self, fragments: Fragments, then: Then, *, beside_compute: bool = False) -> Job:
+        return self._begin(self._load, fragments, then, is_load=True, beside_compute=beside_compute)
 
-    def load_by_layer(self, fragments: Fragments, layer_ends: Collection[int], then: Then) -> _Job:
+    def load_by_layer(self, fragments: Fragments, layer_ends: Collection[int], then: Then) -> Job:
         """Loads the fragments in their order, with an event after each layer for `wait_layer`, so that attention on
         the first layer may begin while the second is still coming.
 
@@ -243,18 +158,20 @@ class CudaCopyEngine(CopyEngine):
 
     def _begin(
         self,
-        lane: _Lane,
+        lane: Lane,
         fragments: Fragments,
         then: Then,
         *,
         is_load: bool,
+        beside_compute: bool = False,
         layer_ends: Collection[int] = (),
-    ) -> _Job:
+    ) -> Job:
         registration = self._registration
         if registration is None:
             raise RuntimeError("no pool was given")
         with torch.cuda.device(self.device):
-            job = _Job(then, fragments.size_bytes, registration)
+            beside_compute = beside_compute or not torch.cuda.current_stream().query()
+            job = Job(then, fragments.size_bytes, registration)
             known = registration.registered_bytes
             if known and not self._mapped:
                 address = registration.pool.address
@@ -265,34 +182,43 @@ class CudaCopyEngine(CopyEngine):
                 if layer_ends:
                     self._queue_layers(lane, job, fragments, list(layer_ends), known)
                 else:
-                    self._queue(lane, job, fragments, known, is_load)
+                    self._queue(lane, job, fragments, known, is_load, beside_compute)
             except BaseException as error:
                 # Parts of it may be queued: it ends, badly, when they are over.
                 job.error = error
-                for stream in (lane.copies, lane.kernels):
-                    self._end_on(job, stream)
+                job.parts += [(mark(stream), mark(stream)) for stream in (lane.copies, lane.kernels)]
         return job
 
-    def _queue(self, lane: _Lane, job: _Job, fragments: Fragments, known: int, is_load: bool) -> None:
+    def _queue(
+        self, lane: Lane, job: Job, fragments: Fragments, known: int, is_load: bool, beside_compute: bool
+    ) -> None:
         """Queues every part of a job."""
-        fast = fragments = runs.in_pool_order(fragments)
         pool = job.registration.pool
-        if known < pool.size_bytes or self._path == "pageable":
-            end = pool.address + (0 if self._path == "pageable" else known)
-            inside = int(np.searchsorted(fragments.pool + fragments.size, end, side="right"))
+        if self._path == "pageable":
+            known = 0
+        run_bytes = runs.mean_run_bytes(fragments)
+        fast, slow = fragments, None
+        if known < pool.size_bytes or run_bytes < paths.STAGED_RUN_BYTES_MIN:
+            fast = fragments = runs.in_pool_order(fragments)
+            run_bytes = runs.mean_run_bytes(fragments)
+        if known < pool.size_bytes:
+            ends = fragments.pool + fragments.size
+            inside = int(np.searchsorted(ends, np.uint64(pool.address + known), side="right"))
             fast, slow = runs.take(fragments, slice(inside)), runs.take(fragments, slice(inside, None))
-            if len(slow):
-                self._queue_pageable(lane, job, slow, is_load)
-            if not len(fast):
-                return
+        if slow is not None and len(slow):
+            self._queue_batch(lane, job, slow, lane.pageable, is_load, threaded=True)
+            self._bytes["pageable"] += slow.size_bytes
+        if not len(fast):
+            return
         path = self._path
         if path in ("auto", "pageable"):
             path = paths.choose(
                 fast.size_bytes,
                 len(fast),
-                lambda: runs.mean_run_bytes(fast),
+                run_bytes,
                 staging=lane.stage is not None,
                 mapped=self._mapped,
+                beside_compute=beside_compute,
             )
         if path == "staged" and lane.stage is not None and int(fast.size.max()) <= lane.stage_bytes:
             self._queue_staged(lane, job, fast, is_load)
@@ -300,10 +226,10 @@ class CudaCopyEngine(CopyEngine):
             self._queue_kernel(lane, job, fast, is_load)
         else:
             path = "batch"
-            self._queue_batch(lane, job, fast, is_load)
+            self._queue_batch(lane, job, fast, lane.copies, is_load, threaded=len(fast) > _BATCH_PART)
         self._bytes[path] += fast.size_bytes
 
-    def _queue_staged(self, lane: _Lane, job: _Job, fragments: Fragments, is_load: bool) -> None:
+    def _queue_staged(self, lane: Lane, job: Job, fragments: Fragments, is_load: bool) -> None:
         assert lane.stage is not None
         bounds = runs.windows(fragments.size, lane.stage_bytes)
         count = len(bounds) - 1
@@ -345,7 +271,7 @@ class CudaCopyEngine(CopyEngine):
             launch(piece_bound[window], piece_bound[window + 1])
 
         if is_load:
-            job.started.record(copies)
+            started = mark(copies)
             ahead = min(count, STAGES)
             for window in range(ahead):  # what needs no table comes before the table
                 copies.wait_event(lane.emptied[buffer_of[window]])
@@ -362,11 +288,11 @@ class CudaCopyEngine(CopyEngine):
                     copies.wait_event(lane.emptied[buffer])
                     send(window + ahead)
                     lane.filled[buffer].record(copies)
-            self._end_on(job, kernel_stream)
+            job.parts.append((started, mark(kernel_stream)))
             return
         launch = self._launcher(lane, job, pieces, is_load, STAGED)
         kernel_stream.wait_event(job.ready)
-        job.started.record(kernel_stream)
+        started = mark(kernel_stream)
         for window in range(count):
             buffer = buffer_of[window]
             kernel_stream.wait_event(lane.emptied[buffer])
@@ -375,7 +301,7 @@ class CudaCopyEngine(CopyEngine):
             copies.wait_event(lane.filled[buffer])
             send(window)
             lane.emptied[buffer].record(copies)
-        self._end_on(job, copies)
+        job.parts.append((started, mark(copies)))
 
     def _copy_runs(
         self, stream: torch.cuda.Stream, dst: np.ndarray, src: np.ndarray, size: np.ndarray, *, still: bool
@@ -386,22 +312,22 @@ class CudaCopyEngine(CopyEngine):
         else:
             self._runtime.copy_batch(dst, src, size, stream.cuda_stream, source_is_still=still)
 
-    def _queue_kernel(self, lane: _Lane, job: _Job, fragments: Fragments, is_load: bool) -> None:
+    def _queue_kernel(self, lane: Lane, job: Job, fragments: Fragments, is_load: bool) -> None:
         pieces = runs.split(fragments, _PIECE_BYTES)
         launch = self._launcher(lane, job, pieces, is_load, TO_GPU if is_load else TO_HOST)
         lane.kernels.wait_event(job.ready)
-        job.started.record(lane.kernels)
+        started = mark(lane.kernels)
         launch(0, len(pieces))
-        self._end_on(job, lane.kernels)
+        job.parts.append((started, mark(lane.kernels)))
 
-    def _queue_layers(self, lane: _Lane, job: _Job, fragments: Fragments, ends: list[int], known: int) -> None:
+    def _queue_layers(self, lane: Lane, job: Job, fragments: Fragments, ends: list[int], known: int) -> None:
         """Queues layer by layer: one launch, or one batch, for each."""
         pool = job.registration.pool
         fast = self._mapped and int((fragments.pool + fragments.size).max()) <= pool.address + known
         stream = lane.kernels if fast else lane.copies
         launch = self._launcher(lane, job, fragments, True, TO_GPU) if fast else None
         stream.wait_event(job.ready)
-        job.started.record(stream)
+        started = mark(stream)
         begin = 0
         for end in ends:
             if launch is not None:
@@ -413,36 +339,47 @@ class CudaCopyEngine(CopyEngine):
             event.record(stream)
             job.layers.append(event)
             begin = end
-        self._end_on(job, stream)
+        job.parts.append((started, mark(stream)))
         self._bytes["kernel" if fast else "pageable"] += job.size_bytes
 
-    def _queue_batch(self, lane: _Lane, job: _Job, fragments: Fragments, is_load: bool) -> None:
-        lane.copies.wait_event(job.ready)
-        job.started.record(lane.copies)
-        self._batch(lane.copies, job, fragments, is_load)
-        self._end_on(job, lane.copies)
-
-    def _queue_pageable(self, lane: _Lane, job: _Job, fragments: Fragments, is_load: bool) -> None:
-        job.started.record()
-
-        def run() -> torch.cuda.Event:
-            torch.cuda.set_device(self.device)
-            lane.pageable.wait_event(job.ready)
-            self._batch(lane.pageable, job, fragments, is_load)
-            ended = torch.cuda.Event(enable_timing=True)
-            ended.record(lane.pageable)
-            return ended
-
-        job.futures.append(self._pageable.submit(run))
-        self._bytes["pageable"] += fragments.size_bytes
-
-    def _batch(self, stream: torch.cuda.Stream, job: _Job, fragments: Fragments, is_load: bool) -> None:
+    def _queue_batch(
+        self,
+        lane: Lane,
+        job: Job,
+        fragments: Fragments,
+        stream: torch.cuda.Stream,
+        is_load: bool,
+        *,
+        threaded: bool,
+    ) -> None:
+        """Queues batch calls, from a thread where they take the host long: half a microsecond for each fragment, and
+        for memory that is not registered as long as the copy itself.
+        """
         cut = runs.cut_at_borders(fragments, job.registration.pool.address, self._chunk_bytes)
         dst, src = (cut.kv, cut.pool) if is_load else (cut.pool, cut.kv)
-        self._runtime.copy_batch(dst, src, cut.size, stream.cuda_stream, source_is_still=is_load)
+
+        def run() -> Part:
+            stream.wait_event(job.ready)
+            started = mark(stream)
+            # In parts, so that the driver's locks are free in between for who launches the model's kernels.
+            for begin in range(0, len(cut), _BATCH_PART):
+                part = slice(begin, begin + _BATCH_PART)
+                self._runtime.copy_batch(
+                    dst[part], src[part], cut.size[part], stream.cuda_stream, source_is_still=is_load
+                )
+            return started, mark(stream)
+
+        def run_on_thread() -> Part:
+            torch.cuda.set_device(self.device)
+            return run()
+
+        if threaded:
+            job.futures.append(lane.thread.submit(run_on_thread))
+        else:
+            job.parts.append(run())
 
     def _launcher(
-        self, lane: _Lane, job: _Job, pieces: Fragments, is_load: bool, tuning: Tuning
+        self, lane: Lane, job: Job, pieces: Fragments, is_load: bool, tuning: Tuning
     ) -> Callable[[int, int], None]:
         """Sends the table of a kernel, on the lane's stream; launches of it then name a range of it."""
         aligned = runs.alignment(pieces.kv, pieces.pool, pieces.size)
@@ -466,11 +403,6 @@ class CudaCopyEngine(CopyEngine):
             self._movers[key] = kernels.Mover(self.device, *key)
         return self._movers[key]
 
-    def _end_on(self, job: _Job, stream: torch.cuda.Stream) -> None:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(stream)
-        job.ended.append(event)
-
     # -- ends ----------------------------------------------------------------------------------------------------------
 
     def poll(self) -> None:
@@ -487,7 +419,7 @@ class CudaCopyEngine(CopyEngine):
         if self._retired:
             self._end_retired()
 
-    def wait(self, copies: Collection[_Job]) -> None:
+    def wait(self, copies: Collection[Job]) -> None:
         for job in copies:
             lane = self._load if job in self._load.jobs else self._store
             while not job.over:  # jobs of a direction end in order, though an earlier one may go a slower way
@@ -495,14 +427,9 @@ class CudaCopyEngine(CopyEngine):
                     lane.jobs[0].synchronize()
                 self.poll()
 
-    def _end(self, job: _Job) -> None:
-        seconds = 0.0
-        if job.error is not None:
-            self._failed += 1
-        elif job.ended:
-            last = max(job.started.elapsed_time(event) for event in job.ended)
-            waited = job.started.elapsed_time(job.ready)  # a load fills its buffers while it waits
-            seconds = (last - max(0.0, waited)) / 1e3
+    def _end(self, job: Job) -> None:
+        self._failed += job.error is not None
+        seconds = job.seconds() if job.error is None else 0.0
         job.keep.clear()
         job.registration.jobs -= 1
         job.over = True
@@ -510,7 +437,6 @@ class CudaCopyEngine(CopyEngine):
 
     def close(self) -> None:
         self.wait([*self._load.jobs, *self._store.jobs])
-        self._pageable.shutdown(wait=True)
         registrations = [*self._retired, *([self._registration] if self._registration is not None else [])]
         self._registration = None
         self._retired = []
@@ -518,4 +444,5 @@ class CudaCopyEngine(CopyEngine):
             registration.end()
         for registration in registrations:
             registration.join()
-        self._load.stage = self._store.stage = None
+        for lane in (self._load, self._store):
+            lane.close()

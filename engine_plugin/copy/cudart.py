@@ -63,6 +63,8 @@ class CudaRuntime:
         library.cudaHostRegister.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint]
         library.cudaHostUnregister.argtypes = [ctypes.c_void_p]
         library.cudaHostGetDevicePointer.argtypes = [ctypes.POINTER(ctypes.c_void_p), ctypes.c_void_p, ctypes.c_uint]
+        library.cudaStreamCreateWithPriority.argtypes = [ctypes.POINTER(ctypes.c_void_p), ctypes.c_uint, ctypes.c_int]
+        library.cudaStreamDestroy.argtypes = [ctypes.c_void_p]
         library.cudaMemcpyAsync.argtypes = [
             ctypes.c_void_p,
             ctypes.c_void_p,
@@ -106,6 +108,30 @@ class CudaRuntime:
         pointer = ctypes.c_void_p()
         self._check("cudaHostGetDevicePointer", self._library.cudaHostGetDevicePointer(pointer, address, 0))
         return pointer.value or 0
+
+    def new_stream(self, priority: int) -> int:
+        """A stream of our own on the current device. Those that torch hands out come from pools of a few, and two of
+        them may share a hardware queue and wait for each other: load and store did, at half the rate.
+
+        Args:
+            priority: 0, or less for more.
+
+        Raises:
+            CudaError: there is no room for one.
+        """
+        handle = ctypes.c_void_p()
+        non_blocking = 1  # does not wait for the default stream
+        code = self._library.cudaStreamCreateWithPriority(ctypes.byref(handle), non_blocking, priority)
+        self._check("cudaStreamCreateWithPriority", code)
+        return handle.value or 0
+
+    def end_stream(self, handle: int) -> None:
+        """Destroys a stream once its work is done.
+
+        Raises:
+            CudaError: it is none.
+        """
+        self._check("cudaStreamDestroy", self._library.cudaStreamDestroy(handle))
 
     def copy(self, dst: int, src: int, size_bytes: int, stream: int) -> None:
         """Queues one copy; the runtime finds the direction.

@@ -49,11 +49,11 @@ def runs_of(fragments: Fragments, cuts: np.ndarray) -> tuple[np.ndarray, np.ndar
 
 
 def mean_run_bytes(fragments: Fragments) -> int:
-    """Mean length of the runs of fragments in pool order."""
+    """Mean length of the runs of fragments, in the order in which they are given."""
     if not len(fragments):
         return 0
-    breaks = int((fragments.pool[:-1] + fragments.size[:-1] != fragments.pool[1:]).sum())
-    return fragments.size_bytes // (breaks + 1)
+    breaks = np.count_nonzero(fragments.pool[:-1] + fragments.size[:-1] != fragments.pool[1:])
+    return fragments.size_bytes // (int(breaks) + 1)
 
 
 def windows(size: np.ndarray, room: int) -> np.ndarray:

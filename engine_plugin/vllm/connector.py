@@ -109,6 +109,11 @@ class KVStoreConnector(OffloadingConnector):
 
     # -- worker process ------------------------------------------------------------------------------------------------
 
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        # The first that a worker hears of a step, before any copy of it is asked for.
+        self._worker.beside_compute = getattr(kv_connector_metadata, "kvstore_computes", True)
+        super().handle_preemptions(kv_connector_metadata)
+
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         results = super().get_transfer_results(finished_req_ids)
         results.failed_recving |= self._worker.take_failed_loads() & results.finished_recving
@@ -157,6 +162,7 @@ class KVStoreConnector(OffloadingConnector):
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         meta = super().build_connector_meta(scheduler_output)
         self._manager.on_scheduled(scheduler_output.num_scheduled_tokens)
+        meta.kvstore_computes = scheduler_output.total_num_scheduled_tokens > 0  # type: ignore[attr-defined]
         if scheduler_output.total_num_scheduled_tokens == 0:
             # Nothing to compute, and while a request waits for its lookup the engine would ask again at once. Where
             # scheduler and program share a process, that loop keeps the interpreter from the very thread that fetches

@@ -65,6 +65,8 @@ class KVStoreWorker(OffloadingWorker):
         self._report = WorkerReport()
         self._failed_loads: set[str] = set()
         self.hook_errors: Counter[str] = Counter()
+        #: The model computes in the step that asks for copies; set by the connector.
+        self.beside_compute = False
 
     # -- vLLM's interface ----------------------------------------------------------------------------------------------
 
@@ -179,7 +181,7 @@ class KVStoreWorker(OffloadingWorker):
 
         self._engine.use_pool(arena)
         begin = self._engine.load if is_load else self._engine.store
-        self._under_way[job_id] = begin(fragments, over)
+        self._under_way[job_id] = begin(fragments, over, beside_compute=self.beside_compute)
         return ""
 
     @staticmethod

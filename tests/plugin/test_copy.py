@@ -106,6 +106,9 @@ def test_words_are_as_wide_as_everything_is_aligned(value: int, aligned: int) ->
         (1 << 30, 16_384, 64 << 10, {}, "kernel"),
         (1 << 30, 128, 8 << 20, {}, "batch"),
         (8 << 20, 128, 8 << 20, {}, "kernel"),
+        (1 << 30, 16_384, 8 << 20, {"beside_compute": True}, "batch"),
+        (1 << 27, 16_384, 8 << 20, {"beside_compute": True}, "staged"),
+        (1 << 20, 128, 1 << 20, {"beside_compute": True}, "staged"),
         (1 << 30, 16_384, 64 << 10, {"mapped": False}, "staged"),
         (1 << 30, 16_384, 8 << 20, {"staging": False}, "kernel"),
         (1 << 30, 16_384, 8 << 20, {"staging": False, "mapped": False}, "batch"),
@@ -114,7 +117,8 @@ def test_words_are_as_wide_as_everything_is_aligned(value: int, aligned: int) ->
 def test_the_path_goes_by_what_is_long(
     size: int, fragments: int, run: int, options: dict[str, bool], path: str
 ) -> None:
-    assert paths.choose(size, fragments, lambda: run, **{"staging": True, "mapped": True, **options}) == path
+    options = {"staging": True, "mapped": True, "beside_compute": False, **options}
+    assert paths.choose(size, fragments, run, **options) == path
 
 
 class Pool:
