@@ -82,8 +82,7 @@ class KVStoreTier(SecondaryTierManager):
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
-        wanted = (metrics.ATTACHED, metrics.SKIPPED, metrics.HOOK_ERRORS)
-        return {name: definition for name, definition in metrics.definitions().items() if name in wanted}
+        return metrics.definitions()
 
     def __init__(
         self,
