@@ -97,6 +97,11 @@ class KVStoreTier(SecondaryTierManager):
         self.locality = Locality(locality) if locality is not None else Locality.LOCAL
         parsed = parse_settings(settings)
         where = parse_endpoint(parsed.endpoint) if parsed.endpoint is not None else default_endpoint()
+        if not where.is_unix:
+            raise ConfigError(
+                f"KVStoreTier needs a daemon on this host, and {where} is on the network: run one here, with a Redis "
+                "tier if other hosts should find its blocks"
+            )
         namespace = _namespace_of_rows(offloading_spec, self.block_size_bytes, parsed.tenant)
         if parsed.autostart:
             assert namespace.block_size is not None
@@ -335,3 +340,6 @@ def _namespace_of_rows(spec: OffloadingSpec, row_bytes: int, tenant: str) -> kvs
         layout=f"{config.kv_cache_layout};vllm-{release}-tier-{order}",
         extra=(*namespace.extra, ("row_bytes", str(row_bytes))),
     )
+
+
+compat.require_overrides((KVStoreTier, SecondaryTierManager))

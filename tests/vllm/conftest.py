@@ -74,8 +74,8 @@ def engines(model: Path, folder: Path) -> Iterator[Callable[..., Engine]]:
     """Makes engines that end with the module."""
     made: list[Engine] = []
 
-    def make(name: str, extra: dict[str, Any] | None, **options: Any) -> Engine:
-        made.append(Engine(model, folder, name, extra, **options))
+    def make(name: str, extra: dict[str, Any] | None, *, of: Path = model, **options: Any) -> Engine:
+        made.append(Engine(of, folder, name, extra, **options))
         return made[-1]
 
     yield make

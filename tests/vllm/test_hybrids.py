@@ -33,7 +33,7 @@ def stores_then_loads(first: Engine, second: Engine, daemon: Daemon, seed: int, 
 
 
 def test_sliding_windows_beside_full_attention(daemon: Daemon, models: Models, engines: Callable[..., Engine]) -> None:
-    options: dict[str, Any] = {"model": str(models("windows")), "num_gpu_blocks_override": 400}
+    options: dict[str, Any] = {"of": models("windows"), "num_gpu_blocks_override": 400}
     extra = {"kvstore.endpoint": daemon.endpoint}
     first, second = engines("windows-1", extra, **options), engines("windows-2", extra, **options)
     for engine in (first.ready(), second.ready()):

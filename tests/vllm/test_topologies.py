@@ -75,14 +75,14 @@ def test_latents_are_stored_once_for_all_ranks(
 ) -> None:
     """Multi-head latent attention: what two ranks hold alike is stored once, and one rank alone loads it."""
     # The CPU build has kernels for such layers for blocks of 16 tokens only.
-    options: dict[str, Any] = {"model": str(models("latent")), "block_size": 16, "num_gpu_blocks_override": 640}
+    options: dict[str, Any] = {"of": models("latent"), "block_size": 16, "num_gpu_blocks_override": 640}
     extra = {"kvstore.endpoint": daemon.endpoint}
     two = engines("latent-2", extra, tensor_parallel_size=2, **options, **RANKS).ready()
     one = engines("latent-1", extra, **options).ready()
     by_two = stores_and_loads(two, daemon, 84)
     one.wait_storing(daemon)
     loads(one, 84, by_two)
-    (namespace,) = [n for n in daemon.stats()["namespaces"] if n["identity"]["model"] == options["model"]]
+    (namespace,) = [n for n in daemon.stats()["namespaces"] if n["identity"]["model"] == str(options["of"])]
     assert namespace["identity"]["parallel"] == "agnostic"
     # 4 layers with a latent of 512 and a key of 64 in four bytes each, whatever the number of ranks.
     assert namespace["groups"][0]["block_bytes"] == BLOCK_TOKENS * 4 * (512 + 64) * 4

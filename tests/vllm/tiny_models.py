@@ -82,8 +82,8 @@ def states() -> PreTrainedModel:
         layer_types=["linear_attention", "full_attention"] * 2,
         linear_num_key_heads=2,
         linear_num_value_heads=4,
-        linear_key_head_dim=32,
-        linear_value_head_dim=32,
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
         linear_conv_kernel_dim=4,
         mlp_only_layers=[0, 1, 2],  # vLLM asks for at least one with a mixture of experts
         num_experts=2,
