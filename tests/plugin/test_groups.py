@@ -225,3 +225,30 @@ def test_blocks_that_another_engine_has_promised(arrives: bool) -> None:
         if rig.ask(asked)[0] is not Verdict.RETRY:
             break
     assert rig.ask(asked) == [Verdict.HIT if arrives else Verdict.MISS] * 5
+
+
+def test_what_was_being_copied_when_another_connectors_load_failed_is_not_published() -> None:
+    rig = Rig()
+    keys = [*chain(FULL, range(2)), key(WINDOW, 1)]
+    store = rig.stores.prepare(keys, {}, lambda _key: 0)
+    assert store is not None
+    rig.stores.distrust()
+    rig.stores.report({store.ticket: 1}, ())
+    rig.stores.complete(store.keys)
+    rig.step()
+    assert not rig.daemon.blocks
+    assert rig.stores.counts["skipped", "copy_failed"] == 3
+    assert rig.store(range(2), [1]) is not None  # and it may be stored again
+    assert len(rig.daemon.blocks) == 3
+
+
+def test_pins_of_a_request_that_another_connector_loads_go_back() -> None:
+    rig = Rig()
+    rig.store(range(3), [2])
+    rig.ask([*chain(FULL, range(3)), *chain(WINDOW, [2])])
+    rig.step()
+    assert rig.ask(chain(FULL, range(3))) == [Verdict.HIT] * 3
+    assert rig.daemon.leases
+    rig.lookups.finished("request")  # as KVStoreManager.on_no_load has it
+    rig.step()
+    assert not rig.daemon.leases
