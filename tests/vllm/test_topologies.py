@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
+import json
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.vllm.harness import BLOCK_BYTES, BLOCK_TOKENS, BLOCKS, OUTPUT_TOKENS, Daemon, Engine, prompt
+from tests.vllm.harness import BLOCK_BYTES, BLOCK_TOKENS, BLOCKS, OUTPUT_TOKENS, Daemon, Engine, prompt, wait_until
+from tests.vllm.servers import ANSWER_S, vllm_server
 
 #: Ranks on cores of their own, in processes.
 RANKS: dict[str, Any] = {
@@ -88,3 +93,40 @@ def test_latents_are_stored_once_for_all_ranks(
     assert namespace["groups"][0]["block_bytes"] == BLOCK_TOKENS * 4 * (512 + 64) * 4
     two.stop()
     one.stop()
+
+
+def test_replicas_share_blocks(daemon: Daemon, model: Path, folder: Path) -> None:
+    """Data parallelism: what one replica stored the other one loads."""
+    server = vllm_server(model, folder, "replicas", {"kvstore.endpoint": daemon.endpoint}, "--data-parallel-size", "2")
+
+    def answer(replica: int, tokens: list[int]) -> str:
+        body = {"model": "tiny", "prompt": tokens, "max_tokens": OUTPUT_TOKENS, "temperature": 0, "ignore_eos": True}
+        request = server._request("/v1/completions", body)
+        request.add_header("X-data-parallel-rank", str(replica))
+        with urllib.request.urlopen(request, timeout=ANSWER_S) as reply:
+            text: str = json.load(reply)["choices"][0]["text"]
+            return text
+
+    seeds = itertools.count(8000)
+
+    def stores(replica: int) -> bool:
+        before = daemon.stored_blocks()
+        answer(replica, prompt(next(seeds), 2 * BLOCK_TOKENS + 1))
+        return daemon.stored_blocks() > before
+
+    try:
+        server.ready()
+        for replica in (0, 1):
+            wait_until(f"replica {replica} stores", functools.partial(stores, replica), 60)
+        before = daemon.stored_blocks()
+        computed = answer(0, prompt(85))
+        daemon.wait_stored(before + BLOCKS)
+        hits = server.metric("vllm:external_prefix_cache_hits_total")
+        assert answer(1, prompt(85)) == computed
+        wait_until(
+            "the other replica has loaded it",
+            lambda: server.metric("vllm:external_prefix_cache_hits_total") - hits == BLOCKS * BLOCK_TOKENS,
+        )
+        assert server.metric("vllm:kvstore_hook_errors_total") == 0
+    finally:
+        server.stop()
