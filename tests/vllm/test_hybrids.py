@@ -16,7 +16,7 @@ def stores_then_loads(first: Engine, second: Engine, daemon: Daemon, seed: int, 
     """What the first engine computes the second one loads, whole prompts and a shared beginning."""
     whole = prompt(seed)
     shared = whole[: 6 * BLOCK_TOKENS] + prompt(seed + 1, 150)
-    expected = second.generate(shared)[0]["tokens"]  # computed: nothing is stored of it so far
+    expected = second.generate(shared, transfer={"max_offload_tokens": 0})[0]["tokens"]  # computed, and not stored
     second.forget_local()
     before = daemon.stored_blocks()
     computed = first.generate(whole)[0]
