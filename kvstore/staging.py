@@ -26,6 +26,7 @@ class Staging:
     Attributes:
         size_bytes: All there is.
         address: Where it starts in this process.
+        populated_bytes: All of it: its pages come when they are touched.
     """
 
     def __init__(self, size_bytes: int) -> None:
@@ -33,6 +34,7 @@ class Staging:
         # Private: a child after a fork must not see what its parent receives from then on.
         self._map = mmap.mmap(-1, self.size_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self.address = address_of(self._map)
+        self.populated_bytes = self.size_bytes
         #: One for each page, for a face like the pool's: it changes when a place is handed out.
         self._epochs = np.zeros(self.size_bytes // _PAGE_BYTES, dtype=np.uint32)
         self._changed = threading.Condition()  # guards the two below

@@ -14,6 +14,8 @@ from typing import Any, Final
 
 from engine_plugin.copy.paths import CHOICES
 from kvstore.errors import ConfigError
+from kvstore.remote import STAGING_BYTES
+from kvstore.wire.tls import Tls
 
 PREFIX: Final = "kvstore."
 
@@ -63,6 +65,8 @@ class PluginSettings:
         pd_wait_s: Longest time a request that was prefilled elsewhere waits for blocks on their way from there.
         timeout_s: Deadline of one call to the daemon, made in the background.
         stock_blocks: Most empty slots held in reserve for the next stores; 0: as many as two steps can fill.
+        staging_bytes: Where the daemon is on another host: memory of each worker for blocks on their way.
+        tls_ca, tls_cert, tls_key: PEM files for a HOST:PORT that speaks TLS; without tls_ca there is no TLS.
         copy_threads: Threads that copy between KV memory on the host and the pool; 0: a quarter of the cores, max. 4.
         copy_engine: Which way bytes go between a GPU and the pool, one of engine_plugin.copy.paths.CHOICES.
     """
@@ -81,8 +85,17 @@ class PluginSettings:
     pd_wait_s: float = 2.0
     timeout_s: float = 2.0
     stock_blocks: int = 0
+    staging_bytes: int = STAGING_BYTES
+    tls_ca: str | None = None
+    tls_cert: str | None = None
+    tls_key: str | None = None
     copy_threads: int = 0
     copy_engine: str = "auto"
+
+    @property
+    def tls(self) -> Tls | None:
+        """What to call the daemon with."""
+        return Tls(self.tls_ca, self.tls_cert, self.tls_key) if self.tls_ca is not None else None
 
     def settled_copy_threads(self) -> int:
         """Copy threads with the default filled in."""
@@ -113,6 +126,8 @@ def parse_settings(extra: Mapping[str, Any]) -> PluginSettings:
     settings = PluginSettings(**given)
     if settings.copy_engine not in CHOICES:
         raise ConfigError(f"'kvstore.copy_engine' is {settings.copy_engine!r}: write one of {', '.join(CHOICES)}")
+    if not settings.staging_bytes:
+        raise ConfigError("'kvstore.staging_bytes' is 0: a worker needs room for several blocks")
     if settings.autostart and not settings.share_bytes:
         raise ConfigError("'kvstore.autostart' needs 'cpu_bytes_to_use': it says how large a daemon to start")
     return settings

@@ -174,6 +174,8 @@ class KVStoreSpec(OffloadingSpec):
             timeout_s=self._settings.timeout_s,
             wait=False,
             prefault=namespace is None,  # only workers touch the pool
+            tls=self._settings.tls,
+            staging_bytes=self._settings.staging_bytes if namespace is None else 0,
         )
 
     def _stock_max(self) -> int:

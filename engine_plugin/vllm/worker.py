@@ -20,9 +20,12 @@ from vllm.v1.kv_offload.base import (
 )
 
 from engine_plugin.copy.contract import Copy, CopyEngine, Fragments
+from engine_plugin.vllm.far import FarCopies, FarCopy
 from engine_plugin.vllm.guard import guarded, limited_log, nothing
 from engine_plugin.vllm.layout import RankLayout, copies_of
 from engine_plugin.vllm.messages import SlotSpec, WorkerReport
+from kvstore.errors import RetryLater, StaleGeneration
+from kvstore.remote import RemoteArena
 
 
 @dataclasses.dataclass(slots=True)
@@ -56,8 +59,10 @@ class KVStoreWorker(OffloadingWorker):
         self._layout = layout
         self._client = client
         self._engine = engine
+        self._far = FarCopies(engine)
         self._rank = rank
         self._under_way: dict[int, Copy] = {}
+        self._far_under_way: dict[int, FarCopy] = {}
         self._finished: deque[_Outcome] = deque()
         self._last_attached: bytes | None = None
         self._moved: Counter[str] = Counter()
@@ -85,10 +90,12 @@ class KVStoreWorker(OffloadingWorker):
         failed is told through `take_failed_loads` and `take_report`.
         """
         self._engine.poll()
+        self._far.poll()
         results = []
         while self._finished:
             outcome = self._finished.popleft()
             self._under_way.pop(outcome.job_id, None)
+            self._far_under_way.pop(outcome.job_id, None)
             self._note(outcome)
             size, seconds = (None, None) if outcome.problem else (outcome.size_bytes, outcome.time_s)
             results.append(TransferResult(outcome.job_id, True, size, seconds))
@@ -97,9 +104,11 @@ class KVStoreWorker(OffloadingWorker):
     @guarded(nothing)
     def wait(self, job_ids: set[int]) -> None:
         self._engine.wait([self._under_way[job_id] for job_id in job_ids if job_id in self._under_way])
+        self._far.wait([self._far_under_way[job_id] for job_id in job_ids if job_id in self._far_under_way])
 
     @guarded(nothing)
     def shutdown(self) -> None:
+        self._far.close()
         self._engine.close()
         self._client.close()
 
@@ -115,7 +124,7 @@ class KVStoreWorker(OffloadingWorker):
         arena = self._client.arena if self._client.attached else None
         attached = arena.generation if arena is not None else b""
         # Registration begins before the first copy, and a mapping whose daemon is gone is let go of.
-        self._engine.use_pool(arena)
+        self._engine.use_pool(arena.staging if isinstance(arena, RemoteArena) else arena)
         if attached != self._last_attached:
             self._last_attached = attached
             self._report.attached[self._rank] = attached
@@ -163,22 +172,34 @@ class KVStoreWorker(OffloadingWorker):
         if not len(spec.offsets) and not len(kv_spec.block_ids):
             self._finished.append(_Outcome(job_id, spec, is_load, "", 0, 0.0))
             return ""
-        fragments = self._fragments(kv_spec, spec, arena, is_load)
-        if not len(fragments):  # other ranks hold these bytes too, and it is their turn
+        kv, pool, size = self._fragments(kv_spec, spec, is_load)
+        if not len(size):  # other ranks hold these bytes too, and it is their turn
             self._finished.append(_Outcome(job_id, spec, is_load, "", 0, 0.0))
             return ""
-        size_bytes = fragments.size_bytes
+        size_bytes = int(size.sum())
+        is_far = isinstance(arena, RemoteArena)
 
         def over(seconds: float, error: BaseException | None) -> None:
             problem = "error"  # whatever happens here, the job is over: its request would wait for ever
             try:
-                if error is not None:
+                if isinstance(error, RetryLater):
+                    problem = "epoch" if isinstance(error, StaleGeneration) else "transfer"
+                elif error is not None:
                     limited_log("copy", logging.ERROR, "kvstore: a copy failed: %r", error)
                 else:
-                    problem = "epoch" if is_load and not self._still_pinned(arena, spec) else ""
+                    # From another host the bytes came checked.
+                    problem = "epoch" if is_load and not is_far and not self._still_pinned(arena, spec) else ""
             finally:
                 self._finished.append(_Outcome(job_id, spec, is_load, problem, size_bytes, seconds))
 
+        if isinstance(arena, RemoteArena):
+            slots = spec.offsets.astype(np.uint64, copy=False), spec.epochs
+            self._far_under_way[job_id] = self._far.begin(arena, slots, (kv, pool, size), over, is_load=is_load)
+            return ""
+        if len(spec.offsets) and int(spec.offsets.max()) + self._layout.format.slot_bytes > arena.size_bytes:
+            raise ValueError("a slot lies outside of the pool")
+        pool = pool + np.uint64(arena.address)
+        fragments = Fragments(*(np.ascontiguousarray(array, np.uint64) for array in (kv, pool, size)))
         self._engine.use_pool(arena)
         begin = self._engine.load if is_load else self._engine.store
         self._under_way[job_id] = begin(fragments, over, beside_compute=self.beside_compute)
@@ -189,25 +210,22 @@ class KVStoreWorker(OffloadingWorker):
         """After the copy: whether the slots were the pinned ones all along."""
         return np.array_equal(arena.epochs_of(spec.offsets), spec.epochs)
 
-    def _fragments(self, kv_spec: GPULoadStoreSpec, spec: SlotSpec, arena: Any, is_load: bool) -> Fragments:
-        """Every fragment of a job.
+    def _fragments(
+        self, kv_spec: GPULoadStoreSpec, spec: SlotSpec, is_load: bool
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Every fragment of a job: address in KV memory, offset in the pool, size.
 
         Raises:
-            ValueError: blocks, slots and pool do not fit each other.
+            ValueError: blocks and slots do not fit each other.
         """
-        offsets = spec.offsets.astype(np.uint64, copy=False)
-        if len(offsets) and int(offsets.max()) + self._layout.format.slot_bytes > arena.size_bytes:
-            raise ValueError("a slot lies outside of the pool")
-        kv, pool, size = copies_of(
+        return copies_of(
             self._layout,
             kv_spec.block_ids,
             list(kv_spec.group_sizes),
             list(kv_spec.block_indices),
-            offsets,
+            spec.offsets.astype(np.uint64, copy=False),
             is_load=is_load,
         )
-        pool = pool + np.uint64(arena.address)
-        return Fragments(*(np.ascontiguousarray(array, np.uint64) for array in (kv, pool, size)))
 
     def _note(self, outcome: _Outcome) -> None:
         spec = outcome.spec

@@ -199,6 +199,8 @@ LAYERS: dict[str, set[str]] = {
         "kvstore.client",
         "kvstore.endpoint",
         "kvstore.errors",
+        "kvstore.remote",
+        "kvstore.wire.tls",
     },
 }
 #: The composition root may import anything of ours but these; so may what is shipped for tests, but for the last two.

@@ -52,7 +52,10 @@ def wait_until(what: str, holds: Callable[[], Any], timeout_s: float = 30.0) -> 
 class Daemon:
     """A kvstore daemon on a socket of its own."""
 
-    def __init__(self, folder: Path, cpu_bytes: int = 1_000_000_000, disk_bytes: int = 0) -> None:
+    def __init__(
+        self, folder: Path, cpu_bytes: int = 1_000_000_000, disk_bytes: int = 0, *, flags: tuple[str, ...] = ()
+    ) -> None:
+        self.flags = flags
         self.endpoint = f"unix:{folder}/kvstore.sock"
         self.cpu_bytes = cpu_bytes
         self.disk = ["--disk-dir", str(folder / "disk"), "--disk-bytes", str(disk_bytes)] if disk_bytes else []
@@ -61,7 +64,7 @@ class Daemon:
 
     def start(self) -> None:
         command = [sys.executable, "-m", "kvstore", "serve", "--cpu-bytes", str(self.cpu_bytes)]
-        command += ["--block-size", str(BLOCK_TOKENS), "--listen", self.endpoint, *self.disk]
+        command += ["--block-size", str(BLOCK_TOKENS), "--listen", self.endpoint, *self.disk, *self.flags]
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
         wait_until("the daemon answers", self.stats)
