@@ -69,9 +69,13 @@ def _of_tiers(key: str) -> Callable[[Stats], Iterator[Sample]]:
 
 
 def _of_classes(key: str) -> Callable[[Stats], Iterator[Sample]]:
+    """The classes of the pool; those of a disk are of extents."""
+
     def samples(stats: Stats) -> Iterator[Sample]:
         for tier in stats["tiers"]:
             for size_class in tier.get("classes", ()):
+                if key not in size_class:
+                    continue
                 yield (tier["name"], str(size_class["slot_bytes"])), float(size_class[key])
 
     return samples

@@ -161,6 +161,8 @@ def _tiers(tiers: Sequence[Mapping[str, Any]]) -> RenderableType:
 
 
 def _classes(tier: Mapping[str, Any]) -> RenderableType:
+    if "slot_bytes" not in tier["classes"][0]:
+        return _extents(tier)
     table = _table([], ["slot", "segments", "slots", "used", "reserved"])
     for size_class in tier["classes"]:
         _row(
@@ -172,6 +174,18 @@ def _classes(tier: Mapping[str, Any]) -> RenderableType:
         f"slots of tier {tier['name']} ({tier['segments']} segments, {tier['segment_moves']} moves between sizes)",
         table,
     )
+
+
+def _extents(tier: Mapping[str, Any]) -> RenderableType:
+    """A disk's classes."""
+    table = _table([], ["extent", "slabs", "extents", "used", "retired"])
+    for size_class in tier["classes"]:
+        _row(
+            table,
+            decimal(size_class["extent_bytes"]),
+            *(str(size_class[key]) for key in ("slabs", "extents", "used_extents", "retired_extents")),
+        )
+    return _titled(f"extents of tier {tier['name']}", table)
 
 
 def _namespaces(namespaces: Sequence[Mapping[str, Any]]) -> RenderableType:

@@ -49,10 +49,14 @@ def test_every_family_has_a_sample_in_a_busy_daemon() -> None:
     assert {family.shown_name for family in FAMILIES} == names
 
 
+#: What a disk tier says of its extents.
+EXTENTS = {"extent_bytes": 1 << 20, "slabs": 1, "extents": 64, "used_extents": 3, "retired_extents": 0}
+
+
 def test_a_tier_without_some_figures_is_shown_with_the_others() -> None:
     stats = stats_sample()
     stats["tiers"].append(
-        {"name": "disk", "state": "ok", "capacity_bytes": 5, "used_bytes": 1, "blocks": 1, "free_bytes": 4}
+        {"name": "disk", "state": "ok", "capacity_bytes": 5, "used_bytes": 1, "blocks": 1, "classes": [EXTENTS]}
     )
     page = exposition(stats)
     assert sample(page, "kvstore_tier_capacity_bytes", tier="disk") == 5

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import kvstore
+from kvstore import render
+from kvstore.metrics import exposition
 from kvstore.testing import make_block
 from tests.redis.servers import RedisServer
 from tests.tiers.test_service import BLOCK, LIMIT_S, NAMESPACE, Daemon, check, until
@@ -91,6 +94,12 @@ def test_a_disk_after_redis_keeps_what_came_from_another_host(server: RedisServe
             check(client, KEYS)
             assert other.stats()["hits"]["redis"] == len(KEYS)
         until(lambda: other.tier("disk")["blocks"] == len(KEYS), "the disk keeps them")
+        # With blocks in every tier, both pages can be made: for people and for Prometheus.
+        stats = other.stats()
+        page = io.StringIO()
+        render.console_for(page).print(render.stats_view(stats))
+        assert "cpu -> redis -> disk" in page.getvalue() and "extents of tier disk" in page.getvalue()
+        assert f'kvstore_tier_blocks{{tier="redis"}} {len(KEYS)}.0' in exposition(stats)
         assert other.stop(signal.SIGTERM) == 0
         server.kill()
         other.start()
