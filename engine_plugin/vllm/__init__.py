@@ -14,6 +14,8 @@ Modules
     rates       load or recompute, by what was measured       (no vLLM, no I/O)
     coming      queries whose blocks are on their way             (no vLLM, no I/O)
     pd          disaggregated prefill: what P says, what D takes  (no vLLM, no I/O)
+    adapters    LoRA adapters by content                      (no vLLM)
+    announced   what KV events tell                           (no vLLM, no I/O)
     stock       empty slots for the stores of the next steps      (no vLLM, no I/O)
     offers      store_threshold                               (no vLLM, no I/O)
     lookups     per request: asked, answered, pinned              (no vLLM, no I/O)

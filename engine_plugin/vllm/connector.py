@@ -140,6 +140,8 @@ class KVStoreConnector(OffloadingConnector):
         params = request.kv_transfer_params
         if not isinstance(params, dict):
             request.kv_transfer_params = None  # vLLM reads it without a look at its type, here and in its scheduler
+        if request.lora_request is not None and not request.abort_immediately:
+            self._manager.on_adapter(request.request_id, request.lora_request)
         super().on_new_request(request)
         if not request.abort_immediately:
             self._manager.arrived(request.request_id, params, request.num_prompt_tokens)
@@ -206,6 +208,8 @@ def _use_own_spec(extra: dict[str, Any]) -> None:
         raise ConfigError(
             f"KVStoreConnector brings its own spec: remove 'spec_name': {named!r}, or use OffloadingConnector"
         )
+    # Where the connector was named by kv_connector_module_path, nothing has registered the spec's name.
+    extra.setdefault("spec_module_path", "engine_plugin.vllm.spec")
 
 
 def _refuse_unequal_blocks(kv_cache_config: KVCacheConfig, extra: dict[str, Any]) -> None:

@@ -441,6 +441,8 @@ class DaemonLink:
             epochs=slots.epochs,
         )
         if problem:
+            if commit.done is not None:
+                commit.done(np.zeros(len(slots), np.uint8))
             self._calls.count("not_published", problem, len(slots))
             if problem != "stale":
                 # It may have been done: the daemon ignores an abort of what is published, and by their epochs one of

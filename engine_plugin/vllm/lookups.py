@@ -24,6 +24,7 @@ from typing import Final
 
 import numpy as np
 
+from engine_plugin.vllm.announced import Announced
 from engine_plugin.vllm.coming import NOTHING_EXPECTED, Expected, Pins, Query, Reply
 from engine_plugin.vllm.link import DaemonLink
 from engine_plugin.vllm.rates import LoadPolicy
@@ -83,8 +84,11 @@ class Lookups:
     Args:
         ready_generation: Gives the generation that all workers have mapped; None while they differ.
         on_present: Told which keys an answer has shown to be in the daemon, and in which generation of its pool.
+        on_absent: Told which keys it has shown not to be there, so that they are stored when they have been computed.
         pin: False for an engine that stores but never loads: everything is a miss, but what is there is learned.
         expect: Gives what another engine has promised of a request's keys.
+        apart: Gives what makes other KV of a request's tokens and is not in their keys.
+        announced: Told what can be loaded and what cannot.
         drop: Blocks are claimed when they are found, and removed when they are loaded.
         policy: Says whether what is there is faster to load than to compute; None: it always is. It counts blocks of a
             prefix, and is not asked where a prefix has several groups of them.
@@ -100,8 +104,11 @@ class Lookups:
         now: Callable[[], float],
         ready_generation: Callable[[], bytes | None],
         on_present: Callable[[Sequence[bytes], bytes], None],
+        on_absent: Callable[[Sequence[bytes]], None] = lambda _keys: None,
         pin: bool = True,
         expect: Callable[[str, Sequence[bytes]], Expected] = lambda _req_id, _keys: NOTHING_EXPECTED,
+        apart: Callable[[str], bytes] = lambda _req_id: b"",
+        announced: Announced | None = None,
         drop: bool = False,
         policy: LoadPolicy | None = None,
         windowed: Collection[int] | None = None,
@@ -109,6 +116,8 @@ class Lookups:
         self._link = link
         self._windowed = windowed
         self._expect = expect
+        self._apart = apart
+        self._announced = announced or Announced(on=False)
         self._drops = drop
         self._policy = policy
         self._only_pool: set[str] = set()
@@ -116,6 +125,7 @@ class Lookups:
         self._now = now
         self._ready_generation = ready_generation
         self._on_present = on_present
+        self._on_absent = on_absent
         self._pin = pin
         self._requests: dict[str, _Request] = {}
         self._by_query: dict[Query, str] = {}
@@ -167,14 +177,14 @@ class Lookups:
         """A request that has just come does not want to wait for blocks from below the pool."""
         self._only_pool.add(req_id)
 
-    def ask_about(self, keys: Sequence[bytes]) -> None:
+    def ask_about(self, keys: Sequence[bytes], apart: bytes = b"") -> None:
         """Asks which keys of a prefix are there, for nobody in particular: nothing is pinned, nobody waits."""
         if self._link.why_not() or len(self._asides) >= ANSWERS_MAX:
             return
         keys = keys[: self._prefix_of(keys)]
         if not keys:
             return
-        query = Query([hash_of(key) for key in keys], self._now() + ASIDE_S, pin=False)
+        query = Query([hash_of(key, apart) for key in keys], self._now() + ASIDE_S, pin=False)
         self._asides[query] = keys
         self._link.ask([query])
 
@@ -215,8 +225,9 @@ class Lookups:
             deadline = self._now() + self._deadline_s
             keys = list(request.keys)
             prefix = keys[: self._prefix_of(keys)]
+            apart = self._apart(req_id)
             request.query = Query(
-                [hash_of(key) for key in keys],
+                [hash_of(key, apart) for key in keys],
                 deadline,
                 self._pin,
                 silence_s=self._deadline_s,
@@ -281,6 +292,10 @@ class Lookups:
         here = keys[: reply.available] if pins is None or pins.places is None else [keys[i] for i in pins.places]
         if here:
             self._on_present(here, reply.generation)
+            self._announced.there(here)
+        if self._windowed is None and reply.available + reply.late + reply.taken < len(keys):
+            self._on_absent(keys[reply.available :])
+            self._announced.gone(keys[reply.available :])
         slow = 0
         if pins is not None and pins.generation != self._ready_generation():
             # The workers have mapped another pool, or none: they could not load this.
@@ -363,7 +378,10 @@ class Lookups:
             return
         if not request.unwanted and copy_s is not None and self._policy is not None:
             self._policy.note_load(request.loading, copy_s, self._now() - request.loading_since)
-        self._drop(req_id, request, remove=self._drops and not request.unwanted)
+        remove = self._drops and not request.unwanted
+        if remove:
+            self._announced.gone(request.keys)
+        self._drop(req_id, request, remove=remove)
 
     def load_failed(self, req_id: str) -> None:
         """The load of a request failed: its copies are not promised again until they are stored anew."""
@@ -371,6 +389,7 @@ class Lookups:
         if request is None or request.phase is not _Phase.LOADING:
             return
         request.unwanted = True
+        self._announced.gone(request.keys)
         pins = request.pins
         assert pins is not None
         for key, number in request.found.items():
@@ -401,6 +420,7 @@ class Lookups:
         self._gathering.clear()
         self._asides.clear()
         self._distrusted.clear()
+        self._announced.all_gone()
 
     def _drop(self, req_id: str, request: _Request, *, remove: bool = False) -> None:
         if request.pins is not None:

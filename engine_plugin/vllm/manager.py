@@ -17,6 +17,7 @@ from vllm.v1.kv_offload.base import (
     Locality,
     LookupResult,
     Medium,
+    OffloadingEvent,
     OffloadingManager,
     OffloadKey,
     PrepareStoreOutput,
@@ -27,6 +28,8 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from engine_plugin.vllm import metrics
+from engine_plugin.vllm.adapters import Adapters
+from engine_plugin.vllm.announced import Announced
 from engine_plugin.vllm.coming import NOTHING_EXPECTED, Expected
 from engine_plugin.vllm.guard import guarded, limited_log, nothing
 from engine_plugin.vllm.layout import SINGLE, SlotFormat
@@ -70,6 +73,7 @@ class KVStoreManager(OffloadingManager):
         pd: What is said to and heard from engines of the other side of disaggregated prefill.
         loads: The engine's role lets it load.
         stores: The engine's role lets it store.
+        announced: What KV events tell.
         drop: Blocks are claimed when they are found, and removed when they are loaded.
         policy: Says what is faster to load than to compute; None: everything is.
         offers: Says which of the blocks that are not there are to be stored.
@@ -87,6 +91,7 @@ class KVStoreManager(OffloadingManager):
         pd: PrefillDecode,
         loads: bool = True,
         stores: bool = True,
+        announced: Announced | None = None,
         drop: bool = False,
         policy: LoadPolicy | None = None,
         offers: Offers | None = None,
@@ -103,14 +108,19 @@ class KVStoreManager(OffloadingManager):
         self._mapped: dict[int, bytes] = {}  # rank -> generation its worker has mapped
         self._registered: dict[int, int] = {}  # rank -> bytes of the pool registered with its GPU
         self._known = KnownKeys(time.monotonic)
+        self._adapters = Adapters()
+        self._announced = announced or Announced(on=False)
         self._lookups = Lookups(
             link,
             deadline_s=deadline_s,
             now=time.monotonic,
             ready_generation=self.ready_generation,
             on_present=self._known.add,
+            on_absent=self._known.discard,
             pin=loads,
             expect=self._expected,
+            apart=self._adapters.of,
+            announced=self._announced,
             drop=drop,
             policy=policy,
             windowed=windowed if self._grouped else None,
@@ -125,6 +135,7 @@ class KVStoreManager(OffloadingManager):
             known=self._known,
             ready_generation=self.ready_generation,
             ask_about=self._lookups.ask_about,
+            announced=self._announced,
             offers=offers,
             windowed=windowed,
         )
@@ -205,6 +216,7 @@ class KVStoreManager(OffloadingManager):
             ordered,
             {group: parent for group, parent in parents.items() if parent is not None},
             (lambda key: req_context.get_offload_key_position(OffloadKey(key)) or 0) if len(groups) > 1 else None,
+            self._adapters.of(req_context.req_id),
         )
         self._note_offered(ordered, req_context, settled)
         if store is None:
@@ -295,6 +307,7 @@ class KVStoreManager(OffloadingManager):
         self._pd.finished(req_context.req_id)
         self._last_offered.pop(req_context.req_id, None)
         self._load_nothing.discard(req_context.req_id)
+        self._adapters.finished(req_context.req_id)
         self._alive.pop(req_context.req_id, None)
         if not self._alive:
             self._link.set_busy(False)
@@ -302,9 +315,12 @@ class KVStoreManager(OffloadingManager):
     @guarded(nothing)
     def on_report(self, report: WorkerReport) -> None:
         """What the workers have reported with this step."""
-        self._mapped.update(report.attached)
+        if report.attached:
+            self._mapped.update(report.attached)
+            self._announced.all_gone()  # with the pool that they were in; what is on disk is found by lookups again
         self._stores.report(report.stores_done, report.stores_failed)
-        self._copies_s = dict(report.loads_done)
+        for req_id, seconds in report.loads_done.items():
+            self._copies_s[req_id] = max(seconds, self._copies_s.get(req_id, 0.0))
         for reason in report.loads_failed.values():
             self._counts["load_failures", reason] += 1
         for hook, count in report.hook_errors.items():
@@ -327,7 +343,18 @@ class KVStoreManager(OffloadingManager):
         self._lookups.reset()
         self._stores.reset()
         self._last_offered.clear()
+        self._copies_s.clear()
         self._link.flush()
+
+    @guarded(lambda _self: [])
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        self._stores.take_outcomes()
+        return [OffloadingEvent(keys, Medium.CPU, removed, Locality.LOCAL) for removed, keys in self._announced.take()]
+
+    @guarded(nothing)
+    def on_adapter(self, req_id: str, adapter: Any) -> None:
+        """A request is about to come that uses a LoRA adapter (vLLM's LoRARequest)."""
+        self._adapters.arrived(req_id, adapter)
 
     @guarded(nothing)
     def on_scheduled(self, tokens: Mapping[str, int]) -> None:

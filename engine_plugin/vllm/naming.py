@@ -127,7 +127,7 @@ def weights_fingerprint(model: str) -> str:
         return ""
     digest = hashlib.sha256()
     for path in sorted(folder.iterdir()):
-        if path.name == "config.json":
+        if path.name in ("config.json", "adapter_config.json"):
             digest.update(path.read_bytes())
         elif path.suffix in (".safetensors", ".bin", ".pt", ".gguf"):
             size = path.stat().st_size

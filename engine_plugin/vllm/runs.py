@@ -11,6 +11,7 @@ Knows nothing of vLLM, and makes no calls.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import itertools
 from collections.abc import Collection, Iterable, Sequence
 from typing import Final
@@ -28,9 +29,14 @@ def group_of(key: bytes) -> int:
     return int.from_bytes(key[-GROUP_BYTES:], "big")
 
 
-def hash_of(key: bytes) -> bytes:
-    """The daemon's key: the engine's block hash; for other groups than the first one with the group behind it."""
-    return key[:-GROUP_BYTES] if key.endswith(_FIRST_GROUP) else key
+def hash_of(key: bytes, apart: bytes = b"") -> bytes:
+    """The daemon's key: the engine's block hash; for other groups than the first one with the group behind it.
+
+    Args:
+        apart: What makes other KV of the same tokens and is not in the engine's key.
+    """
+    name = key[:-GROUP_BYTES] if key.endswith(_FIRST_GROUP) else key
+    return hashlib.sha256(len(apart).to_bytes(4, "big") + apart + name).digest() if apart else name
 
 
 def runs_of(keys: Sequence[bytes], windowed: Collection[int]) -> tuple[int, ...]:

@@ -18,6 +18,7 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 import kvstore
 from engine_plugin.copy.contract import CopyEngine
 from engine_plugin.vllm import metrics
+from engine_plugin.vllm.announced import Announced
 from engine_plugin.vllm.autostart import ensure_daemon
 from engine_plugin.vllm.callers import locals_of_caller
 from engine_plugin.vllm.layout import SINGLE, layout_of
@@ -111,6 +112,7 @@ class KVStoreSpec(OffloadingSpec):
                 pd=PrefillDecode(self._side(), now=time.monotonic, nested=self._facts.nested),
                 loads=self._facts.loads,
                 stores=self._facts.stores,
+                announced=Announced(on=self.kv_events_config.enable_kv_cache_events),
                 drop=self._settings.drop_on_load,
                 policy=policy,
                 offers=Offers(self._settings.store_threshold, self._settings.max_tracker_size),

@@ -19,6 +19,7 @@ from typing import Final
 
 import numpy as np
 
+from engine_plugin.vllm.announced import Announced
 from engine_plugin.vllm.link import Commit, DaemonLink
 from engine_plugin.vllm.offers import Offers
 from engine_plugin.vllm.runs import by_group, hash_of
@@ -55,6 +56,11 @@ class KnownKeys:
         while len(self._until) > KNOWN_MAX:
             self._until.popitem(last=False)
 
+    def discard(self, keys: Iterable[bytes]) -> None:
+        """Keys that are not there any more."""
+        for key in keys:
+            self._until.pop(key, None)
+
     def clear(self) -> None:
         self._until.clear()
 
@@ -79,6 +85,7 @@ class Store:
     keys: Sequence[bytes]
     slots: Slots
     parents: Mapping[int, bytes]
+    apart: bytes = b""
     acks: int = 0
     failed: bool = False
     orphan: bool = False
@@ -91,6 +98,7 @@ class Stores:
         workers: Number of workers that copy their part of each store.
         ready_generation: Gives the generation that all workers have mapped; None while they differ.
         ask_about: Asks, without waiting, which keys of a prefix are in the daemon; they become known.
+        announced: Told what can be loaded and what cannot.
         offers: Says which of the blocks that are not there are to be stored now; None: all of them.
         windowed: Groups of which the end of a prefix is needed only.
     """
@@ -102,7 +110,8 @@ class Stores:
         workers: int,
         known: KnownKeys,
         ready_generation: Callable[[], bytes | None],
-        ask_about: Callable[[Sequence[bytes]], None],
+        ask_about: Callable[[Sequence[bytes], bytes], None],
+        announced: Announced | None = None,
         offers: Offers | None = None,
         windowed: Collection[int] = (),
         now: Callable[[], float] = time.monotonic,
@@ -111,6 +120,7 @@ class Stores:
         self._offers = offers or Offers()
         self._windowed = windowed
         self._ask_about = ask_about
+        self._announced = announced or Announced(on=False)
         self._workers = workers
         self._known = known
         self._ready_generation = ready_generation
@@ -123,7 +133,11 @@ class Stores:
         self.counts: Counter[tuple[str, str]] = Counter()
 
     def prepare(
-        self, keys: Sequence[bytes], parents: Mapping[int, bytes], end_of: Callable[[bytes], int] | None = None
+        self,
+        keys: Sequence[bytes],
+        parents: Mapping[int, bytes],
+        end_of: Callable[[bytes], int] | None = None,
+        apart: bytes = b"",
     ) -> Store | None:
         """Slots for those of the keys that are neither there nor on their way; fewer where the stock is short, the
         front of the prefix first. None where there is nothing to store or nowhere to store it.
@@ -132,8 +146,9 @@ class Stores:
             keys: Group after group, each in prefix order.
             parents: By group, the key before the first one, where it is known.
             end_of: Gives the token at which a key's block ends; None: there is one group.
+            apart: What makes other KV of the same tokens and is not in the keys.
         """
-        self._take_outcomes()
+        self.take_outcomes()
         self._known.settle(self._ready_generation())
         wanted = [key for key in keys if key not in self._known and key not in self._by_key]
         early = len(wanted)
@@ -155,7 +170,7 @@ class Stores:
             # No lookup has announced these: the engine has them in its own prefix cache. Most are likely there; the
             # question makes them known, and fresh in the daemon's eyes, for the next time they are offered.
             self._skip("no_slots", len(wanted) - len(slots))
-            self._ask_about(keys)
+            self._ask_about(keys, apart)
         if not len(slots):
             return None
         self._tickets += 1
@@ -168,7 +183,7 @@ class Stores:
         first = {group: members[0] for group, members in by_group(chosen).items()}
         offered_first = {members[0] for members in by_group(keys).values()}
         known = {group: before[key] for group, key in first.items() if key not in offered_first}
-        store = Store(self._tickets, chosen, slots, {**parents, **known})
+        store = Store(self._tickets, chosen, slots, {**parents, **known}, apart)
         self._under_way[store.ticket] = store
         for key in chosen:
             self._by_key[key] = store
@@ -228,8 +243,8 @@ class Stores:
             parent = store.parents.get(group)
             commit = Commit(
                 slots,
-                [hash_of(key) for key in keys],
-                hash_of(parent) if parent is not None else None,
+                [hash_of(key, store.apart) for key in keys],
+                hash_of(parent, store.apart) if parent is not None else None,
                 done=functools.partial(self._note_outcomes, keys, slots.generation),
             )
             commits.append((group not in self._windowed, commit))
@@ -258,16 +273,19 @@ class Stores:
         """On the link's thread."""
         self._outcomes.append((keys, generation, outcomes))
 
-    def _take_outcomes(self) -> None:
+    def take_outcomes(self) -> None:
         """Learns from what the link has published."""
         while self._outcomes:
             keys, generation, outcomes = self._outcomes.popleft()
             present = [key for key, outcome in zip(keys, outcomes.tolist(), strict=True) if outcome in (1, 2)]
             self._known.add(present, generation)
+            self._announced.there(present)
+            self._announced.never(set(keys).difference(present))
 
     def _give_back(self, store: Store, reason: str) -> None:
         self._forget(store)
         self._link.abort(store.slots)
+        self._announced.never(store.keys)
         self._skip(reason, len(store.keys))
 
     def _forget(self, store: Store) -> None:

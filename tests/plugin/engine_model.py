@@ -95,6 +95,7 @@ class Engine:
             now=lambda: self.time,
             ready_generation=self.ready_generation,
             on_present=known.add,
+            on_absent=known.discard,
             pin=pin,
             expect=lambda req_id, _keys: self.expected.get(req_id, NOTHING_EXPECTED),
             drop=drop,

@@ -97,6 +97,13 @@ class FakeDaemon:
             del self.blocks[key]
             self._to_free(slot)
 
+    def trample(self, key: bytes) -> None:
+        """Takes a block away under its readers, which the real daemon never does: they tell by the slot's epoch."""
+        slot = self.blocks.pop(key)
+        self.arena.epochs[slot] += 1
+        self.arena.memory[slot] = 0xEE
+        self.gone.add(slot)
+
     def copy_down(self, key: bytes) -> None:
         """Copies a block to disk."""
         self.disk[key] = self.arena.memory[self.blocks[key]].copy()

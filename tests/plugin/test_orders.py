@@ -134,6 +134,27 @@ def test_stores_find_the_slots_that_their_lookup_announced() -> None:
     assert sum(len(copy.store.keys) for copy in engine.copies if copy.rank == 0) == 20
 
 
+def test_what_a_lookup_misses_is_stored_again_however_fresh_the_memory_of_it() -> None:
+    daemon, keys = stored(2, 6)
+    engine = Engine(daemon)
+    first = engine.submit("first", keys)
+    engine.schedule()
+    engine.schedule()
+    while first.load is not None:
+        engine.load_one(random.Random(0))
+    engine.link.turn()
+    for key in keys[3:]:
+        daemon.evict(hash_of(key))
+    engine.submit("second", keys)
+    engine.schedule()
+    engine.schedule()
+    second = engine.requests["second"]
+    while second.load is not None:
+        engine.load_one(random.Random(0))
+    engine.schedule()
+    assert [len(copy.store.keys) for copy in engine.copies if copy.rank == 0] == [3]
+
+
 def test_an_idle_engine_returns_its_stock() -> None:
     daemon = FakeDaemon(64)
     engine = Engine(daemon)
