@@ -119,7 +119,7 @@ def measure_books(blocks: int, report: Report) -> float:
     hierarchy.add_populated(arena.size_bytes)
     session = hierarchy.sessions.attach("bench", 0, "", 0)
     namespace = kvstore.Namespace(model="bench", dtype="bfloat16", block_size=64, block_bytes=_BLOCK_BYTES)
-    keyspace = hierarchy.open_namespace(namespace.identity(), namespace.group_bytes).keyspaces[0]
+    keyspace = hierarchy.namespaces.open(namespace.identity(), namespace.group_bytes).keyspaces[0]
     steps = Steps()
 
     def store(chain: int, index: int, name: str) -> None:

@@ -13,7 +13,8 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from kvstore.blocks import Namespace
-    from kvstore.client import Client, Lease, Reservation, connect
+    from kvstore.client import Client, connect
+    from kvstore.engine_calls import Lease, Reservation
     from kvstore.found import Found
     from kvstore.insert import InsertResult, Ticket
     from kvstore.wire.tls import Tls
@@ -22,9 +23,9 @@ _HOME: Final = {
     "Client": "kvstore.client",
     "Found": "kvstore.found",
     "InsertResult": "kvstore.insert",
-    "Lease": "kvstore.client",
+    "Lease": "kvstore.engine_calls",
     "Namespace": "kvstore.blocks",
-    "Reservation": "kvstore.client",
+    "Reservation": "kvstore.engine_calls",
     "Ticket": "kvstore.insert",
     "Tls": "kvstore.wire.tls",
     "connect": "kvstore.client",

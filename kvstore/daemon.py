@@ -122,7 +122,7 @@ class _Daemon:
         # indexes are read afterwards.
         for tier in self._tiers:
             await tier.open()
-        self._hierarchy.adopt_namespaces()
+        self._hierarchy.namespaces.adopt()
         stopping = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stopping.set)

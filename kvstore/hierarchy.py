@@ -19,29 +19,24 @@ import dataclasses
 import enum
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 import numpy as np
 
 from kvstore.arena import Arena, Epochs, Offsets
 from kvstore.arrivals import Arrivals
-from kvstore.blocks import DIGEST_BYTES, KEY_BYTES_MAX, check_block_bytes, digest_of_identity, parse_identity
+from kvstore.blocks import KEY_BYTES_MAX
 from kvstore.clock import Clock
-from kvstore.directory import Block, BlockState, Keyspace, NamespaceEntry
-from kvstore.errors import InvalidRequest, LimitExceeded, SizeMismatch, UnknownNamespace
+from kvstore.directory import Block, BlockState, Keyspace
+from kvstore.errors import InvalidRequest, LimitExceeded
 from kvstore.extents import Extents
 from kvstore.leases import Lease, LeaseTable, Reservation, Session
+from kvstore.namespaces import Namespaces
 from kvstore.pool import Pool, Reserved, Shortfall
-from kvstore.tier import Tier, TierNamespace
+from kvstore.tier import Tier
 from kvstore.transfers import Transfers, WritePolicy
 
-#: Namespaces in one life of the daemon. Each costs about a kilobyte; a client that makes one per request is mistaken.
-NAMESPACES_MAX: Final = 4096
-#: Bytes of a namespace's text. A model of 200 layers with long names has 20 kB.
-NAMESPACE_TEXT_BYTES_MAX: Final = 256 << 10
-#: KV-cache groups of one namespace. The largest hybrid model known has 12.
-GROUPS_MAX: Final = 64
 #: How soon a select that found no room for a promotion tries again.
 _NO_ROOM_S: Final = 0.02
 #: Blocks that an operator's call removes before it lets others run.
@@ -90,75 +85,11 @@ class Hierarchy:
         self.transfers = Transfers(self.pool, tiers, write_policy, clock, self._wake, self._wake_reservers, keepers)
         self.sessions = LeaseTable(clock)
         self.extents = Extents(self.transfers, self.sessions)
-        self.namespaces: dict[bytes, NamespaceEntry] = {}
+        self.namespaces = Namespaces(tiers)
         self.counts = Counts()
         self.draining = False
         self._progress: asyncio.Future[None] | None = None
         self._waiting = 0
-
-    # -- namespaces ------------------------------------------------------------------------------------------------
-
-    def open_namespace(self, identity: str, group_bytes: Sequence[int]) -> NamespaceEntry:
-        """Opens a namespace, or finds it open.
-
-        Raises:
-            InvalidRequest: the identity is not one.
-            SizeMismatch: it is open with other block sizes; both are named.
-            LimitExceeded: too many groups or namespaces.
-        """
-        if len(identity) > NAMESPACE_TEXT_BYTES_MAX:
-            raise LimitExceeded(
-                f"a namespace text of {len(identity)} bytes; at most {NAMESPACE_TEXT_BYTES_MAX}"
-                " (namespace_text_bytes_max)"
-            )
-        fields = parse_identity(identity)
-        sizes = tuple(group_bytes)
-        if not sizes or any(size < 1 for size in sizes):
-            raise InvalidRequest(f"block bytes by group are {list(sizes)}: give one size of at least 1 for each group")
-        if len(sizes) > GROUPS_MAX:
-            raise LimitExceeded(f"{len(sizes)} KV-cache groups; at most {GROUPS_MAX} (groups_max) are supported")
-        digest = digest_of_identity(identity)
-        entry = self.namespaces.get(digest)
-        if entry is not None:
-            check_block_bytes(identity, entry.group_bytes, sizes)
-            return entry
-        if len(self.namespaces) >= NAMESPACES_MAX:
-            raise LimitExceeded(
-                f"{NAMESPACES_MAX} namespaces are open (namespaces_max); restart the daemon to forget them"
-            )
-        entry = self.namespaces[digest] = NamespaceEntry(digest, identity, dict(fields), sizes)
-        for tier in self.transfers.tiers:
-            tier.remember(TierNamespace(digest, identity, sizes))
-        return entry
-
-    def adopt_namespaces(self) -> None:
-        """Opens the namespaces that the tiers have blocks of, so that they are shown, listed and flushed.
-
-        A tier that is still reading its index knows them later: whoever looks at all namespaces calls this before.
-        """
-        for tier in self.transfers.tiers:
-            for found in tier.namespaces():
-                with contextlib.suppress(InvalidRequest, LimitExceeded, SizeMismatch):
-                    self.open_namespace(found.identity, found.group_bytes)
-
-    def keyspace(self, digest: bytes, kv_group: int) -> Keyspace:
-        """The directory of one group of an open namespace.
-
-        Raises:
-            UnknownNamespace: it was never opened in this life of the daemon.
-            InvalidRequest: it has no such group.
-        """
-        entry = self.namespaces.get(digest)
-        if entry is None:
-            self.adopt_namespaces()
-            entry = self.namespaces.get(digest)
-        if entry is None:
-            if len(digest) != DIGEST_BYTES:
-                raise InvalidRequest(f"a namespace digest has {DIGEST_BYTES} bytes, not {len(digest)}")
-            raise UnknownNamespace(f"namespace {digest.hex()} is not open here: call OpenNamespace first")
-        if kv_group >= len(entry.keyspaces):
-            raise InvalidRequest(f"group {kv_group} of namespace {digest.hex()}: it has {len(entry.keyspaces)} groups")
-        return entry.keyspaces[kv_group]
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
@@ -611,9 +542,9 @@ class Hierarchy:
             UnknownNamespace: it was never opened in this life of the daemon.
         """
         if digest is not None:
-            self.keyspace(digest, 0)
-        self.adopt_namespaces()
-        with self.transfers.flushing(digest, self._keyspaces(digest)):
+            self.namespaces.keyspace(digest, 0)
+        self.namespaces.adopt()
+        with self.transfers.flushing(digest, self.namespaces.keyspaces(digest)):
             removed = 0
             while step := self.flush(digest, _STEP_BLOCKS):
                 removed += step
@@ -627,9 +558,9 @@ class Hierarchy:
             UnknownNamespace: it was never opened in this life of the daemon.
         """
         if digest is not None:
-            self.keyspace(digest, 0)
+            self.namespaces.keyspace(digest, 0)
         doomed: list[Block] = []
-        for keyspace in self._keyspaces(digest):
+        for keyspace in self.namespaces.keyspaces(digest):
             for block in keyspace.blocks.values():
                 if len(doomed) == limit:
                     break
@@ -662,13 +593,9 @@ class Hierarchy:
 
     # -- looking ---------------------------------------------------------------------------------------------------
 
-    def _keyspaces(self, digest: bytes | None) -> Iterator[Keyspace]:
-        for entry in self.namespaces.values() if digest is None else [self.namespaces[digest]]:
-            yield from entry.keyspaces
-
     async def settle(self, timeout_s: float) -> bool:
         """Copies every block down that has no copy below. Returns whether all of it was done in time."""
-        blocks = [block for keyspace in self._keyspaces(None) for block in keyspace.blocks.values()]
+        blocks = [block for keyspace in self.namespaces.keyspaces(None) for block in keyspace.blocks.values()]
         return await self.transfers.settle(timeout_s, blocks)
 
     @property
@@ -679,7 +606,7 @@ class Hierarchy:
     def wake_all(self) -> None:
         """Lets everyone who waits look again; for draining."""
         self._wake_reservers()
-        for keyspace in self._keyspaces(None):
+        for keyspace in self.namespaces.keyspaces(None):
             self._changed(keyspace)
             for key in list(keyspace.waiters):
                 self._wake(keyspace, key)

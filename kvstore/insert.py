@@ -19,7 +19,8 @@ from kvstore.errors import DeadlineExceeded, InvalidRequest, KVStoreError, NoMap
 from kvstore.remote import RemoteArena
 
 if TYPE_CHECKING:
-    from kvstore.client import Client, Reservation
+    from kvstore.client import Client
+    from kvstore.engine_calls import Reservation
 
 #: Bytes in one round of reserve, copy, commit. Rounds overlap, but calls take the interpreter and a core away from the
 #: copy: a round is long (10 ms) against a call (0.5 ms).

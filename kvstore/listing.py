@@ -37,13 +37,13 @@ def list_blocks(hierarchy: Hierarchy, digest: bytes | None, limit: int) -> tuple
     Raises:
         UnknownNamespace: it was never opened in this life of the daemon.
     """
-    hierarchy.adopt_namespaces()
+    hierarchy.namespaces.adopt()
     if digest is not None:
-        hierarchy.keyspace(digest, 0)
+        hierarchy.namespaces.keyspace(digest, 0)
     listed: list[Listed] = []
     total = 0
     below = tuple(tier.name for tier in hierarchy.transfers.tiers[:1])
-    entries = hierarchy.namespaces.values() if digest is None else [hierarchy.namespaces[digest]]
+    entries = hierarchy.namespaces.entries.values() if digest is None else [hierarchy.namespaces.entries[digest]]
     for entry in entries:
         for keyspace in entry.keyspaces:
             total += len(keyspace.blocks)
@@ -60,7 +60,7 @@ def list_blocks(hierarchy: Hierarchy, digest: bytes | None, limit: int) -> tuple
                 return listed, total
             name_digest, key = name[:DIGEST_BYTES], name[KEY_PREFIX_BYTES:]
             kv_group = int.from_bytes(name[DIGEST_BYTES:KEY_PREFIX_BYTES], "big")
-            known = hierarchy.namespaces.get(name_digest)
+            known = hierarchy.namespaces.entries.get(name_digest)
             if known is not None and kv_group < len(known.keyspaces) and key in known.keyspaces[kv_group].blocks:
                 continue
             total += 1

@@ -32,9 +32,9 @@ async def prefetch(hierarchy: Hierarchy, digest: bytes | None, max_bytes: int) -
     Raises:
         UnknownNamespace: it was never opened in this life of the daemon.
     """
-    hierarchy.adopt_namespaces()
+    hierarchy.namespaces.adopt()
     if digest is not None:
-        hierarchy.keyspace(digest, 0)
+        hierarchy.namespaces.keyspace(digest, 0)
     share = Share("kvstore prefetch", 0)
     transfers = hierarchy.transfers
     blocks = size = 0
@@ -66,7 +66,7 @@ def _below(hierarchy: Hierarchy, digest: bytes | None) -> Iterator[tuple[Keyspac
     """What the tiers below have and the pool has not."""
     for tier in hierarchy.transfers.tiers:
         for name, _ in tier.scan(digest):
-            entry = hierarchy.namespaces.get(name[:DIGEST_BYTES])
+            entry = hierarchy.namespaces.entries.get(name[:DIGEST_BYTES])
             kv_group = int.from_bytes(name[DIGEST_BYTES:KEY_PREFIX_BYTES], "big")
             if entry is not None and kv_group < len(entry.keyspaces):
                 keyspace, key = entry.keyspaces[kv_group], name[KEY_PREFIX_BYTES:]

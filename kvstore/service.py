@@ -221,7 +221,7 @@ class EngineService(_Servicer, engine_pb2_grpc.EngineServicer):
     @_method
     async def OpenNamespace(self, request: engine_pb2.OpenNamespaceRequest, context: Any) -> Any:
         self._hierarchy.sessions.session(request.session)
-        entry = self._hierarchy.open_namespace(request.text, request.group_bytes)
+        entry = self._hierarchy.namespaces.open(request.text, request.group_bytes)
         return engine_pb2.OpenNamespaceReply(digest=entry.digest)
 
     # -- reading ---------------------------------------------------------------------------------------------------
@@ -230,7 +230,7 @@ class EngineService(_Servicer, engine_pb2_grpc.EngineServicer):
     async def Lookup(self, request: engine_pb2.LookupRequest, context: Any) -> Any:
         self._hierarchy.sessions.session(request.session)
         self._check_count(len(request.keys))
-        keyspace = self._hierarchy.keyspace(request.namespace, request.group)
+        keyspace = self._hierarchy.namespaces.keyspace(request.namespace, request.group)
         return engine_pb2.LookupReply(available=await self._hierarchy.available(keyspace, request.keys))
 
     @_method
@@ -247,7 +247,7 @@ class EngineService(_Servicer, engine_pb2_grpc.EngineServicer):
         self._check_count(sum(len(query.keys) for query in request.queries))
         self._check_wanted(session, request.request_id)
         # Every group is looked up before the first pin is taken, so that a bad query leaves nothing held.
-        keyspaces = [hierarchy.keyspace(request.namespace, query.group) for query in request.queries]
+        keyspaces = [hierarchy.namespaces.keyspace(request.namespace, query.group) for query in request.queries]
         return engine_pb2.AcquireReply(
             generation=self._generation + session.group.id,
             grants=[
@@ -375,7 +375,7 @@ class EngineService(_Servicer, engine_pb2_grpc.EngineServicer):
     # -- helpers ---------------------------------------------------------------------------------------------------
 
     def _session_and_keyspace(self, session: bytes, namespace: bytes, group: int) -> tuple[Session, Keyspace]:
-        return self._hierarchy.sessions.session(session), self._hierarchy.keyspace(namespace, group)
+        return self._hierarchy.sessions.session(session), self._hierarchy.namespaces.keyspace(namespace, group)
 
     def _check_count(self, count: int) -> None:
         if count > self._keys_max:

@@ -12,7 +12,7 @@ Stats = dict[str, Any]
 
 def hierarchy_stats(hierarchy: Hierarchy) -> Stats:
     """What the hierarchy knows. On its thread; cheap but for `namespaces`, which grows with their number."""
-    hierarchy.adopt_namespaces()
+    hierarchy.namespaces.adopt()
     sessions = [
         {
             "id": session.id.hex()[:12],
@@ -48,7 +48,7 @@ def hierarchy_stats(hierarchy: Hierarchy) -> Stats:
                     for keyspace in entry.keyspaces
                 ],
             }
-            for entry in hierarchy.namespaces.values()
+            for entry in hierarchy.namespaces.entries.values()
         ],
         "sessions": sessions,
         "leases": sum(session["leases"] for session in sessions),
@@ -113,7 +113,7 @@ def _waste_bytes(hierarchy: Hierarchy) -> int:
     """What segments hold beyond their slots, and slots beyond their blocks."""
     return _ends_of_segments(hierarchy.arena) + sum(
         len(keyspace.blocks) * (keyspace.slot_bytes - keyspace.block_bytes)
-        for entry in hierarchy.namespaces.values()
+        for entry in hierarchy.namespaces.entries.values()
         for keyspace in entry.keyspaces
     )
 

@@ -266,9 +266,7 @@ class KVStoreTier(SecondaryTierManager):
                 time.sleep(COMING_PAUSE_S)
         return done
 
-    def _read(
-        self, here: list[tuple[OffloadKey, kvstore.client.Lease]], row_of: dict[OffloadKey, int]
-    ) -> list[OffloadKey]:
+    def _read(self, here: list[tuple[OffloadKey, kvstore.Lease]], row_of: dict[OffloadKey, int]) -> list[OffloadKey]:
         arena = self._client.arena
         here = [(key, lease) for key, lease in here if arena is not None and arena.generation == lease.generation]
         if not here or arena is None:

@@ -10,7 +10,8 @@ from typing import Any, Final, NoReturn
 
 from kvstore.buffer.records import HEADS, Head, Lost, Records, Refused
 from kvstore.buffer.stream import EMPTY, PAUSE_S, RECEIVER, Listed, Stream, left_of, streams_of
-from kvstore.client import Client, Lease
+from kvstore.client import Client
+from kvstore.engine_calls import Lease
 from kvstore.errors import Damage, DeadlineExceeded, EndOfPipe, KVStoreError, PipeBroken, RetryLater
 from kvstore.tensors import Library
 

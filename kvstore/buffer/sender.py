@@ -10,7 +10,8 @@ from typing import Final
 
 from kvstore.buffer.records import HEADS, LARGE, SMALL, Draft, Records, Refused
 from kvstore.buffer.stream import EMPTY, PAUSE_S, STREAM_ID_BYTES, Stream, left_of, strays_of, streams_of
-from kvstore.client import Client, Lease
+from kvstore.client import Client
+from kvstore.engine_calls import Lease
 from kvstore.errors import DeadlineExceeded, KVStoreError, PipeBroken
 
 #: Most tensors on their way at once, so that the list of a pipe's keys stays short.

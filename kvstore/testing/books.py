@@ -47,7 +47,7 @@ def check_idle(hierarchy: Hierarchy) -> None:
 
 
 def _keyspaces(hierarchy: Hierarchy) -> list[Keyspace]:
-    return [keyspace for entry in hierarchy.namespaces.values() for keyspace in entry.keyspaces]
+    return [keyspace for entry in hierarchy.namespaces.entries.values() for keyspace in entry.keyspaces]
 
 
 def _check_segments(arena: Arena) -> list[Segment]:

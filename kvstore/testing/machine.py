@@ -155,7 +155,7 @@ class HierarchyMachine(RuleBasedStateMachine):
         self.hierarchy = Hierarchy(self.arena, self.clock)
         self.spaces: list[Keyspace] = []
         for namespace in self.NAMESPACES:
-            entry = self.hierarchy.open_namespace(namespace.identity(), namespace.group_bytes)
+            entry = self.hierarchy.namespaces.open(namespace.identity(), namespace.group_bytes)
             self.spaces += entry.keyspaces
         #: Serial of what was last stored under a key and not removed since. The pool may have forgotten it.
         self.stored: dict[tuple[int, bytes], int] = {}

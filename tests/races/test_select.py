@@ -55,7 +55,7 @@ def scene(stepped_loop: SteppedLoop) -> Iterator[Scene]:
     arena.add_populated(arena.size_bytes)
     hierarchy = Hierarchy(arena, FakeClock())
     namespace = Namespace("m", "x", 64, 2 * MIB)
-    (space,) = hierarchy.open_namespace(namespace.identity(), namespace.group_bytes).keyspaces
+    (space,) = hierarchy.namespaces.open(namespace.identity(), namespace.group_bytes).keyspaces
     sessions = [hierarchy.sessions.attach("test", 0, "", 0) for _ in range(2)]
     scene = Scene(stepped_loop, hierarchy, space, *sessions)
     yield scene
@@ -343,7 +343,7 @@ def unpopulated(stepped_loop: SteppedLoop) -> Iterator[Callable[[], tuple[Hierar
         arenas.append(Arena(32 * MIB, "off"))
         hierarchy = Hierarchy(arenas[-1], FakeClock())
         namespace = Namespace("m", "x", 64, 2 * MIB)
-        (space,) = hierarchy.open_namespace(namespace.identity(), namespace.group_bytes).keyspaces
+        (space,) = hierarchy.namespaces.open(namespace.identity(), namespace.group_bytes).keyspaces
         return hierarchy, hierarchy.sessions.attach("test", 0, "", 0), space
 
     yield make

@@ -27,7 +27,7 @@ class Scene:
         arena.add_populated(arena.size_bytes)
         self.hierarchy = Hierarchy(arena, FakeClock())
         namespace = Namespace("m", "x", 64, 4096)
-        (self.space,) = self.hierarchy.open_namespace(namespace.identity(), namespace.group_bytes).keyspaces
+        (self.space,) = self.hierarchy.namespaces.open(namespace.identity(), namespace.group_bytes).keyspaces
         self.one, self.other = (self.hierarchy.sessions.attach("test", 0, "", 0) for _ in range(2))
 
     def store(self, *keys: bytes) -> None:

@@ -45,7 +45,7 @@ class Bench:
             self.arena, self.clock, [self.tier, *below], policy, keepers=[self.tier] if keeps else []
         )
         namespace = Namespace(model="m", dtype="bf16", block_size=16, block_bytes=BLOCK)
-        entry = self.hierarchy.open_namespace(namespace.identity(), namespace.group_bytes)
+        entry = self.hierarchy.namespaces.open(namespace.identity(), namespace.group_bytes)
         self.keyspace: Keyspace = entry.keyspaces[0]
         self.session = self.attach()
 
@@ -406,5 +406,5 @@ def test_stores_go_on_while_the_tier_fails(bench: Bench) -> None:
 def test_namespaces_of_a_tier_are_known_after_a_restart(bench: Bench) -> None:
     bench.store(b"a")
     again = Hierarchy(bench.arena, bench.clock, [bench.tier])
-    again.adopt_namespaces()
-    assert list(again.namespaces) == [bench.keyspace.namespace.digest]
+    again.namespaces.adopt()
+    assert list(again.namespaces.entries) == [bench.keyspace.namespace.digest]

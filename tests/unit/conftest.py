@@ -26,7 +26,7 @@ class Pool:
 
     def space(self, block_bytes: int, *more: int, model: str = "m") -> Keyspace:
         namespace = Namespace(model, "x", 64, block_bytes, more)
-        return self.hierarchy.open_namespace(namespace.identity(), namespace.group_bytes).keyspaces[0]
+        return self.hierarchy.namespaces.open(namespace.identity(), namespace.group_bytes).keyspaces[0]
 
     def attach(self, group: str = "", share_bytes: int = 0) -> Session:
         return self.hierarchy.sessions.attach("test", 1, group, share_bytes)

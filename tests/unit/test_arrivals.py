@@ -23,7 +23,7 @@ class World:
         arena.add_populated(arena.size_bytes)
         self.hierarchy = Hierarchy(arena, FakeClock())
         namespace = Namespace(model="arrivals", dtype="x", block_size=1, block_bytes=SIZE)
-        entry = self.hierarchy.open_namespace(namespace.identity(), namespace.group_bytes)
+        entry = self.hierarchy.namespaces.open(namespace.identity(), namespace.group_bytes)
         self.keyspace = entry.keyspaces[0]
 
     def session(self, group: str = "") -> Session:

@@ -11,7 +11,8 @@ from hypothesis import HealthCheck, given, settings
 
 from kvstore.arena import Arena
 from kvstore.errors import InvalidRequest, LimitExceeded, SizeMismatch, UnknownNamespace, UnknownSession
-from kvstore.hierarchy import NAMESPACES_MAX, Hierarchy, Outcome
+from kvstore.hierarchy import Hierarchy, Outcome
+from kvstore.namespaces import NAMESPACES_MAX
 from kvstore.pool import Shortfall
 from kvstore.testing import FakeClock, check_invariants
 from tests.unit.conftest import MIB, Pool
@@ -36,8 +37,8 @@ def test_lookup_gives_the_leading_run_and_pins_nothing(pool: Pool) -> None:
 def test_a_namespace_with_another_size_is_refused_with_both(pool: Pool) -> None:
     space = pool.space(1000)
     with pytest.raises(SizeMismatch, match=r"1000.*2000"):
-        pool.hierarchy.open_namespace(space.namespace.identity, [2000])
-    assert pool.hierarchy.open_namespace(space.namespace.identity, [1000]) is space.namespace
+        pool.hierarchy.namespaces.open(space.namespace.identity, [2000])
+    assert pool.hierarchy.namespaces.open(space.namespace.identity, [1000]) is space.namespace
 
 
 def test_namespaces_and_groups_have_a_ceiling_that_is_named(pool: Pool) -> None:
@@ -56,7 +57,7 @@ def test_namespaces_and_groups_have_a_ceiling_that_is_named(pool: Pool) -> None:
 def test_an_unknown_keyspace_is_refused(pool: Pool, digest: bytes | None, group: int, error: type[Exception]) -> None:
     space = pool.space(4096)
     with pytest.raises(error):
-        pool.hierarchy.keyspace(digest or space.namespace.digest, group)
+        pool.hierarchy.namespaces.keyspace(digest or space.namespace.digest, group)
 
 
 def test_blocks_of_one_namespace_do_not_answer_in_another(pool: Pool) -> None:

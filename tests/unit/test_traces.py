@@ -82,7 +82,7 @@ def test_the_hierarchy_hits_as_often_as_its_policy() -> None:
     try:
         hierarchy = Hierarchy(arena, FakeClock())
         namespace = Namespace(model="trace", dtype="x", block_size=512, block_bytes=4096)
-        (keyspace,) = hierarchy.open_namespace(namespace.identity(), namespace.group_bytes).keyspaces
+        (keyspace,) = hierarchy.namespaces.open(namespace.identity(), namespace.group_bytes).keyspaces
         # Slots beyond the capacity are held by somebody else for as long as this lasts.
         other = hierarchy.sessions.attach("other", 0, "", 0)
         slots = len(hierarchy.reserve(other, keyspace, 1 << 20).offsets)

@@ -1,0 +1,101 @@
+"""The namespaces that are known in this life of the daemon. Owned by the hierarchy's thread."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from kvstore.blocks import DIGEST_BYTES, check_block_bytes, digest_of_identity, parse_identity
+from kvstore.directory import Keyspace, NamespaceEntry
+from kvstore.errors import InvalidRequest, LimitExceeded, SizeMismatch, UnknownNamespace
+from kvstore.tier import Tier, TierNamespace
+
+#: Namespaces in one life of the daemon. Each costs about a kilobyte; a client that makes one per request is mistaken.
+NAMESPACES_MAX: Final = 4096
+#: Bytes of a namespace's text. A model of 200 layers with long names has 20 kB.
+NAMESPACE_TEXT_BYTES_MAX: Final = 256 << 10
+#: KV-cache groups of one namespace. The largest hybrid model known has 12.
+GROUPS_MAX: Final = 64
+
+
+class Namespaces:
+    """See the module.
+
+    Args:
+        tiers: Told of each namespace, and asked for those that they have blocks of.
+
+    Attributes:
+        entries: All of them, by digest.
+    """
+
+    def __init__(self, tiers: Sequence[Tier]) -> None:
+        self._tiers = tiers
+        self.entries: dict[bytes, NamespaceEntry] = {}
+
+    def open(self, identity: str, group_bytes: Sequence[int]) -> NamespaceEntry:
+        """Opens a namespace, or finds it open.
+
+        Raises:
+            InvalidRequest: the identity is not one.
+            SizeMismatch: it is open with other block sizes; both are named.
+            LimitExceeded: too many groups or namespaces.
+        """
+        if len(identity) > NAMESPACE_TEXT_BYTES_MAX:
+            raise LimitExceeded(
+                f"a namespace text of {len(identity)} bytes; at most {NAMESPACE_TEXT_BYTES_MAX}"
+                " (namespace_text_bytes_max)"
+            )
+        fields = parse_identity(identity)
+        sizes = tuple(group_bytes)
+        if not sizes or any(size < 1 for size in sizes):
+            raise InvalidRequest(f"block bytes by group are {list(sizes)}: give one size of at least 1 for each group")
+        if len(sizes) > GROUPS_MAX:
+            raise LimitExceeded(f"{len(sizes)} KV-cache groups; at most {GROUPS_MAX} (groups_max) are supported")
+        digest = digest_of_identity(identity)
+        entry = self.entries.get(digest)
+        if entry is not None:
+            check_block_bytes(identity, entry.group_bytes, sizes)
+            return entry
+        if len(self.entries) >= NAMESPACES_MAX:
+            raise LimitExceeded(
+                f"{NAMESPACES_MAX} namespaces are open (namespaces_max); restart the daemon to forget them"
+            )
+        entry = self.entries[digest] = NamespaceEntry(digest, identity, dict(fields), sizes)
+        for tier in self._tiers:
+            tier.remember(TierNamespace(digest, identity, sizes))
+        return entry
+
+    def adopt(self) -> None:
+        """Opens the namespaces that the tiers have blocks of, so that they are shown, listed and flushed.
+
+        A tier that is still reading its index knows them later: whoever looks at all namespaces calls this before.
+        """
+        for tier in self._tiers:
+            for found in tier.namespaces():
+                with contextlib.suppress(InvalidRequest, LimitExceeded, SizeMismatch):
+                    self.open(found.identity, found.group_bytes)
+
+    def keyspace(self, digest: bytes, kv_group: int) -> Keyspace:
+        """The directory of one group of an open namespace.
+
+        Raises:
+            UnknownNamespace: it was never opened in this life of the daemon.
+            InvalidRequest: it has no such group.
+        """
+        entry = self.entries.get(digest)
+        if entry is None:
+            self.adopt()
+            entry = self.entries.get(digest)
+        if entry is None:
+            if len(digest) != DIGEST_BYTES:
+                raise InvalidRequest(f"a namespace digest has {DIGEST_BYTES} bytes, not {len(digest)}")
+            raise UnknownNamespace(f"namespace {digest.hex()} is not open here: call OpenNamespace first")
+        if kv_group >= len(entry.keyspaces):
+            raise InvalidRequest(f"group {kv_group} of namespace {digest.hex()}: it has {len(entry.keyspaces)} groups")
+        return entry.keyspaces[kv_group]
+
+    def keyspaces(self, digest: bytes | None) -> Iterator[Keyspace]:
+        """Every group of one namespace that is open, or of all."""
+        for entry in self.entries.values() if digest is None else [self.entries[digest]]:
+            yield from entry.keyspaces
