@@ -28,7 +28,7 @@ demo: $(VENV)/core.stamp
 	$(VENV)/bin/python -m bench.demo
 
 test: lint servers
-	$(VENV)/bin/python -m pytest -m "not vllm and not crash" --ignore=tests/vllm
+	$(VENV)/bin/python -m pytest -m "not vllm and not crash" --ignore=tests/vllm --ignore=tests/transformers
 
 # Real servers for the tests. Where they are not there and cannot be installed, what needs them is skipped, and says so.
 servers:
@@ -63,7 +63,7 @@ demo-vllm: $(VLLM_VENV)/vllm.stamp
 	$(VLLM_VENV)/bin/python -m bench.demo_vllm
 
 test-vllm: $(VLLM_VENV)/vllm.stamp
-	$(VLLM_VENV)/bin/python -m pytest tests/vllm
+	$(VLLM_VENV)/bin/python -m pytest tests/vllm tests/transformers
 
 clean:
 	rm -rf $(VENV) $(VLLM_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .benchmarks

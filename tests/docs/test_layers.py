@@ -210,6 +210,7 @@ LAYERS: dict[str, set[str]] = {
     "kvstore.cli_router": {"kvstore.config", "kvstore.errors", "kvstore.log", "kvstore.router"},
     "kvstore.router": {"kvstore.endpoint", "kvstore.errors", "kvstore.log", "kvstore.router"},
     "kvstore.__main__": {"kvstore.cli"},
+    "engine_plugin.transformers": {"engine_plugin.transformers", "kvstore.engine", "kvstore.errors", "kvstore.insert"},
     "engine_plugin": {
         "engine_plugin",
         "kvstore",
@@ -244,6 +245,7 @@ OTHERS: dict[str, set[str]] = {
         "kvstore.wire",
     },
     "torch": {"engine_plugin"},
+    "transformers": {"engine_plugin.transformers"},
     "vllm": {"engine_plugin"},
     "lmdb": {"kvstore.tiers.disk_index"},
     "redis": {
