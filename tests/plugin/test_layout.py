@@ -152,6 +152,13 @@ def test_what_one_degree_stored_another_one_loads(
             assert np.array_equal(rank.content()[:, to], whole[:, block, rank.own])
 
 
+def test_heads_outside_of_tokens_are_copied_in_one_piece_for_each_layer() -> None:
+    """As vLLM lays them out for its offloading connector: canonical blocks cost no more fragments."""
+    for degree in (1, 2, 4):
+        canonical, direct = (Rank(0, degree).layout(kind).groups[0] for kind in (CANONICAL, DIRECT))
+        assert canonical.size.tolist() == direct.size.tolist()
+
+
 def test_ranks_side_by_side(whole: np.ndarray) -> None:
     pool = np.zeros(4 * SLOT_BYTES, np.uint8)
     source, target = [3, 5, 1, 8, 7, 2], [9, 4, 6, 2, 1, 3]
