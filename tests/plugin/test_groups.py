@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from random import Random
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from engine_plugin.vllm.coming import STALL_S, Expected
 from engine_plugin.vllm.link import DaemonLink
 from engine_plugin.vllm.lookups import Lookups, Verdict
 from engine_plugin.vllm.runs import Gathered, by_group, gather, group_of, hash_of, runs_of, split
+from engine_plugin.vllm.stock import STOCK_UNUSED_S
 from engine_plugin.vllm.stores import KnownKeys, Store, Stores
 from tests.plugin.fakes import FakeClient, FakeDaemon, FakeLease
 
@@ -25,6 +27,11 @@ def key(group: int, place: int) -> bytes:
 
 def chain(group: int, places: Sequence[int]) -> list[bytes]:
     return [key(group, place) for place in places]
+
+
+def content_of(each: bytes) -> np.ndarray:
+    """The bytes of a block."""
+    return np.frombuffer(hashlib.sha512(each).digest(), np.uint8)
 
 
 class Rig:
@@ -55,11 +62,13 @@ class Rig:
             windowed={WINDOW},
             now=lambda: self.time,
         )
+        self.started: list[str] = []
         self.link.set_busy(True)
         self.step()
 
     def step(self) -> None:
-        self.lookups.step_end((), ())
+        started, self.started = self.started, []
+        self.lookups.step_end(started, ())
         self.link.turn()
         self.time += STEP_S
 
@@ -75,6 +84,8 @@ class Rig:
         self.link.turn()
         store = self.stores.prepare(keys, {}, ends.__getitem__)
         if store is not None:
+            for each, offset in zip(store.keys, store.slots.offsets.tolist(), strict=True):
+                self.daemon.arena.slot(offset)[:] = content_of(each)
             self.stores.report({store.ticket: 1}, ())
             self.stores.complete(store.keys)
         self.step()
@@ -252,3 +263,110 @@ def test_pins_of_a_request_that_another_connector_loads_go_back() -> None:
     rig.lookups.finished("request")  # as KVStoreManager.on_no_load has it
     rig.step()
     assert not rig.daemon.leases
+
+
+WINDOW_BLOCKS = 2
+
+
+class _Request:
+    """A request as vLLM's scheduler asks for it: a prefix up to its first miss, then a window from its end."""
+
+    def __init__(self, rig: Rig, name: str, blocks: int) -> None:
+        self.rig, self.name, self.blocks, self.state = rig, name, blocks, "waiting"
+        self.gone = False
+
+    def schedule(self) -> None:
+        if self.state != "waiting":
+            return
+        retry, hits = False, 0
+        for each in chain(FULL, range(self.blocks)):
+            verdict = self.rig.lookups.lookup(self.name, each)
+            if verdict is Verdict.MISS:
+                break
+            retry |= verdict is Verdict.RETRY
+            hits += 1
+        run, end = 0, 0
+        for place in range(hits - 1, -1, -1):
+            verdict = self.rig.lookups.lookup(self.name, key(WINDOW, place))
+            retry |= verdict is Verdict.RETRY
+            run = run + 1 if verdict is Verdict.HIT else 0
+            if run == min(WINDOW_BLOCKS, place + run):
+                end = place + run
+                break
+        if retry:
+            return
+        if not end:
+            self.state = "running"
+            self.rig.started.append(self.name)
+            return
+        wanted = [*chain(FULL, range(end)), *chain(WINDOW, range(max(0, end - WINDOW_BLOCKS), end))]
+        plan = self.rig.lookups.prepare_load(self.name, wanted)
+        assert plan is not None, "what was promised is not pinned"
+        self.state = "loading"
+        if plan.generation == self.rig.daemon.arena.generation:
+            for each, offset in zip(wanted, plan.offsets.tolist(), strict=True):
+                assert np.array_equal(self.rig.daemon.arena.slot(offset), content_of(each)), "foreign bytes"
+
+    def end_load(self, failed: bool) -> None:
+        if self.state == "loading":
+            if failed:
+                self.rig.lookups.load_failed(self.name)
+            self.rig.lookups.load_done(self.name)
+            self.state = "gone" if self.gone else "waiting" if failed else "running"
+
+    def finish(self) -> None:
+        """Also in the middle of a load, whose end is told all the same."""
+        self.rig.lookups.finished(self.name)
+        if self.state != "loading":
+            self.state = "gone"
+        self.gone = True
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_any_order_leaves_nothing_behind(seed: int) -> None:
+    """Loads that end well, badly, late or never, evictions, promotions and a daemon that dies, in random order."""
+    random = Random(seed)
+    rig = Rig(FakeDaemon(slots=24))
+    requests: list[_Request] = []
+    for number in range(120):
+        match random.randrange(12):
+            case 0 | 1:
+                rig.store(range(random.randrange(9)), [p for p in range(8) if random.random() < 0.7])
+            case 2:
+                for each in list(rig.daemon.blocks)[: random.randrange(4)]:
+                    rig.daemon.copy_down(each)
+                    rig.daemon.evict(each)
+            case 3:
+                for each in list(rig.daemon.coming):
+                    rig.daemon.come_up(each)
+            case 4 if random.random() < 0.2:
+                rig.daemon.die()
+                rig.step()
+                rig.daemon.start()
+                rig.client.attach()
+            case 5 | 6:
+                requests.append(_Request(rig, f"request {number}", random.randrange(1, 9)))
+            case 7 if requests:
+                random.choice(requests).end_load(failed=random.random() < 0.3)
+            case 8 if requests:
+                random.choice(requests).finish()
+            case 9 if random.random() < 0.1:
+                rig.lookups.reset()
+                rig.stores.reset()
+                rig.link.flush()
+            case _:
+                for request in requests:
+                    request.schedule()
+                rig.step()
+    for request in requests:
+        request.end_load(failed=False)
+        request.finish()
+    rig.time += 2 * STALL_S
+    for _ in range(3):
+        rig.step()
+    assert not rig.daemon.leases
+    rig.link.set_busy(False)
+    rig.time += STOCK_UNUSED_S + 1
+    for _ in range(3):
+        rig.step()
+    assert not rig.daemon.reserved
