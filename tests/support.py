@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,12 +49,13 @@ class Daemon:
         process: The process of this life; start() makes another.
     """
 
-    def __init__(self, folder: Path, *flags: str, cpu_bytes: str = "64MiB") -> None:
+    def __init__(self, folder: Path, *flags: str, cpu_bytes: str = "64MiB", prefix: Sequence[str] = ()) -> None:
+        """`prefix`: in front of its command, such as that of another network namespace."""
         self.folder = folder
         self.socket = folder / "run" / "kv.sock"
         self.endpoint = f"unix:{self.socket}"
         self.log = folder / "log"
-        self._arguments = [sys.executable, "-m", "kvstore", "serve", "--cpu-bytes", cpu_bytes]
+        self._arguments = [*prefix, sys.executable, "-m", "kvstore", "serve", "--cpu-bytes", cpu_bytes]
         self._arguments += ["--listen", self.endpoint, *flags]
         self.process: subprocess.Popen[bytes] | None = None
 
@@ -139,10 +140,10 @@ class Daemon:
 
 
 @contextlib.contextmanager
-def running_daemon(*flags: str, cpu_bytes: str = "64MiB") -> Iterator[Daemon]:
+def running_daemon(*flags: str, cpu_bytes: str = "64MiB", prefix: Sequence[str] = ()) -> Iterator[Daemon]:
     """A daemon until the end of the with-block. Its folder has a path short enough for a socket."""
     with tempfile.TemporaryDirectory(prefix="kv") as folder:
-        daemon = Daemon(Path(folder), *flags, cpu_bytes=cpu_bytes)
+        daemon = Daemon(Path(folder), *flags, cpu_bytes=cpu_bytes, prefix=prefix)
         try:
             yield daemon.start()
         finally:
@@ -150,12 +151,12 @@ def running_daemon(*flags: str, cpu_bytes: str = "64MiB") -> Iterator[Daemon]:
                 daemon.kill()
 
 
-def run_python(script: str, *arguments: str, **options: Any) -> subprocess.Popen[str]:
+def run_python(script: str, *arguments: str, prefix: Sequence[str] = (), **options: Any) -> subprocess.Popen[str]:
     """Starts a Python process with our packages; its stdout and stdin are pipes of text."""
     root = str(Path(__file__).parents[1])
     options.setdefault("env", clean_environ(PYTHONPATH=root))
     return subprocess.Popen(
-        [sys.executable, "-u", "-c", script, *arguments],
+        [*prefix, sys.executable, "-u", "-c", script, *arguments],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -164,9 +165,9 @@ def run_python(script: str, *arguments: str, **options: Any) -> subprocess.Popen
 
 
 @contextlib.contextmanager
-def child(script: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+def child(script: str, *arguments: str, prefix: Sequence[str] = ()) -> Iterator[subprocess.Popen[str]]:
     """run_python until the end of the with-block; killed if it is still there."""
-    process = run_python(script, *arguments)
+    process = run_python(script, *arguments, prefix=prefix)
     try:
         yield process
     finally:

@@ -73,9 +73,17 @@ class RedisServer:
     """
 
     def __init__(
-        self, folder: Path, port: int, *options: str, login: dict[str, Any] | None = None, binary: str | None = BINARY
+        self,
+        folder: Path,
+        port: int,
+        *options: str,
+        login: dict[str, Any] | None = None,
+        binary: str | None = BINARY,
+        prefix: Sequence[str] = (),
     ) -> None:
+        """`prefix`: in front of its command, such as that of another network namespace."""
         self.binary = binary
+        self._prefix = prefix
         self.folder = folder
         self.port = port
         self.options: Sequence[str] = options
@@ -90,7 +98,16 @@ class RedisServer:
     def spawn(self) -> RedisServer:
         """Starts it; it may not be ready when this returns."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        command = [str(self.binary), "--dir", str(self.folder), "--bind", "127.0.0.1", "--daemonize", "no"]
+        command = [
+            *self._prefix,
+            str(self.binary),
+            "--dir",
+            str(self.folder),
+            "--bind",
+            "127.0.0.1",
+            "--daemonize",
+            "no",
+        ]
         if "--tls-port" not in self.options:
             command += ["--port", str(self.port)]
         command += ["--save", "", "--appendonly", "no", *self.options]
