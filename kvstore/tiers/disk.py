@@ -55,7 +55,7 @@ CAPACITY_BYTES_MIN: Final = 4 << 20
 _OPEN_S: Final = 5.0
 _CLOSE_S: Final = 5.0
 #: Blocks that a loop over the whole index handles before others may run.
-_STEP: Final = 16384
+_STEP: Final = 4096
 #: Removals that are remembered by name while the medium does not answer; beyond that everything on it is removed.
 _OWED_MAX: Final = 262_144
 
@@ -405,14 +405,14 @@ class DiskTier(Tier):
             return 0
         assert digest is None or len(digest) == DIGEST_BYTES
         found = 0
-        keys = list(self.books.index)
-        for at in range(0, len(keys), _STEP):
-            for key in keys[at : at + _STEP]:
-                if (digest is None or key.startswith(digest)) and (entry := self.books.index.get(key)) is not None:
-                    self.books.remove(entry)
-                    self.committer.removed(entry)
-                    found += 1
-            await asyncio.sleep(0)
+        for slab in list(self.books.slabs.values()):
+            for at in range(0, slab.extents, _STEP):
+                for entry in slab.entries[at : at + _STEP]:
+                    if entry is not None and (digest is None or entry.key.startswith(digest)):
+                        self.books.remove(entry)
+                        self.committer.removed(entry)
+                        found += 1
+                await asyncio.sleep(0)
         for known in [digest] if digest is not None else list(self._namespaces):
             if self._namespaces.pop(known, None) is not None:
                 self.committer.remember(known, None)
