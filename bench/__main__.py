@@ -8,7 +8,7 @@ from typing import Final
 
 from bench.harness import ROOT
 
-BENCHES: Final = ("same_host", "acquire", "directory", "startup", "disk", "redis")
+BENCHES: Final = ("same_host", "acquire", "directory", "startup", "disk", "redis", "buffer")
 
 
 def main(arguments: list[str]) -> int:

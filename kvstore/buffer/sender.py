@@ -85,28 +85,22 @@ class Sender:
         self._check()
         while not self._has_room(draft.nbytes):
             self._wait_for_receiver(deadline, "to make room")
-        self._publish(draft, self._store_pinned(draft, deadline), deadline)
+        self._store_parts(draft, deadline)
+        self._publish(draft, deadline)
         if self._waiting_bytes > self._max_bytes // 2:
             self._look(0.0)  # before it is too late, so that a receiver that keeps up does not make this end wait
 
-    def _store_pinned(self, draft: Draft, deadline: float | None) -> list[Lease]:
-        """Stores all but the head, and pins it."""
-        queries = [(group, draft.head.keys(group)) for group in (LARGE, SMALL) if draft.head.counts[group]]
-        while queries:
+    def _store_parts(self, draft: Draft, deadline: float | None) -> None:
+        while True:
             try:
-                self._records.store_parts(draft)
+                return self._records.store_parts(draft)
             except Refused as refused:
                 if not refused.passing:
                     raise
-            else:
-                pins = self._client.pin(queries)
-                if pins is not None:
-                    return pins
             self._check()
             self._pause(draft, deadline)
-        return []
 
-    def _publish(self, draft: Draft, pins: list[Lease], deadline: float | None) -> None:
+    def _publish(self, draft: Draft, deadline: float | None) -> None:
         key = self._stream.head(self._next)
         while not (result := self._records.show(key, draft)).stored:
             refused = Refused(result.refused)
@@ -114,13 +108,10 @@ class Sender:
                 # Not known to be there, or there and not by this call: nobody can say what is in the pipe.
                 self._broken = f"tensor {self._next} may or may not have been sent ({refused})"
             self._check()
-            try:
-                self._pause(draft, deadline)
-            except DeadlineExceeded:
-                self._client.release(pins)
-                raise
-        # A head that is gone by now was received, or will be missed by the receiver.
-        pins += self._client.pin([(HEADS, [key])]) or []
+            self._pause(draft, deadline)
+        queries = [(group, draft.head.keys(group)) for group in (LARGE, SMALL) if draft.head.counts[group]]
+        # What is gone by now was received; or it was evicted in this moment, and the receiver will miss it and say so.
+        pins = self._client.pin([*queries, (HEADS, [key])]) or []
         self._in_flight.append((draft.nbytes, pins))
         self._next += 1
         self._check()
@@ -142,7 +133,7 @@ class Sender:
             PipeBroken: as send.
         """
         self._check()
-        self._publish(Draft([], {"end": True}), [], deadline)
+        self._publish(Draft([], {"end": True}), deadline)
         while self._in_flight:
             self._wait_for_receiver(deadline, "to get everything that was sent")
         self._client.delete([self._stream.cursor(self._next)])

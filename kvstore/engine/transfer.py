@@ -184,13 +184,15 @@ class KVTransfer:
             keys = keys[: self._layout.check(out) // self.block_tokens]
         with contextlib.ExitStack() as pins:
             runs: list[_Run] = []
-            count = 0
+            rest: list[bytes] = []
             with contextlib.suppress(RetryLater):
-                if keys and (count := self._client.lookup(keys)):
-                    runs = [_Run(pins.enter_context(self._client.select(keys[:count], 0.0)), 0)]
-            # What is in the pool is pinned now. What rests below comes up while the thread waits for it.
-            rest = keys[len(runs[0].found) : count] if runs else []
-            tokens = count * self.block_tokens if runs else 0
+                if keys:
+                    found = pins.enter_context(self._client.select(keys, 0.0))
+                    # What is in the pool is pinned now. What rests below comes up while the thread waits for it.
+                    if rest := keys[len(found) :]:
+                        rest = rest[: self._client.lookup(rest)]
+                    runs = [_Run(found, 0)]
+            tokens = (len(runs[0].found) + len(rest)) * self.block_tokens if runs else 0
             layers = self._layout.empty(tokens, library) if out is None else self._layout.cut(out, tokens)
             load = Load(tokens, layers)
             if tokens:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -117,6 +119,15 @@ def test_generation_gives_the_same_tokens_and_saves_the_answer(served: Daemon, d
         # The next turn of the conversation begins with the answer.
         turn = torch.cat([plain, prompt(4, 3)], dim=1)
         assert torch.equal(prefixes.generate(turn, **greedy), model.generate(turn, **greedy))
+
+
+def test_the_example_of_the_document(served: Daemon, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVSTORE_ENDPOINT", served.endpoint)
+    text = (Path(__file__).parents[2] / "docs/buffer.md").read_text()
+    (example,) = re.findall(r"```\n(from engine_plugin.transformers .*?)```", text, re.DOTALL)
+    names: Any = {"model": model, "input_ids": prompt(10, 2 * 64 + 1)}
+    exec(compile(example, "docs/buffer.md", "exec"), names)
+    assert names["output"].logits.shape[:2] == (1, 1) and names["cache"].get_seq_length() == 128
 
 
 class Gate:
