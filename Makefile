@@ -10,11 +10,12 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Progress on a terminal, quiet in a pipe.
 PIP_INSTALL := -m pip install $(shell [ -t 2 ] || echo --quiet)
 
-.PHONY: help demo test test-crash servers lint docs stubs bench demo-vllm test-vllm clean
+.PHONY: help demo test test-crash test-orders servers lint docs stubs bench demo-vllm test-vllm clean
 
 help:
 	@echo "make demo       the main job without engines: a daemon, a prefill and a decode process, bytes verified"
 	@echo "make test       ruff, mypy and all tests that need no engine"
+	@echo "make test-orders ten thousand random orders of events in the vLLM plugin's books"
 	@echo "make test-crash hundreds of SIGKILLs under load, bytes checked after each restart"
 	@echo "make demo-vllm  the main job with two real vLLM engines"
 	@echo "make test-vllm  the tests with real engines"
@@ -28,7 +29,7 @@ demo: $(VENV)/core.stamp
 	$(VENV)/bin/python -m bench.demo
 
 test: lint servers
-	$(VENV)/bin/python -m pytest -m "not vllm and not crash" --ignore=tests/vllm --ignore=tests/transformers
+	$(VENV)/bin/python -m pytest -m "not vllm and not crash and not orders" --ignore=tests/vllm --ignore=tests/transformers
 
 # Real servers for the tests. Where they are not there and cannot be installed, what needs them is skipped, and says so.
 servers:
@@ -42,6 +43,10 @@ servers:
 # Hundreds of kills; about 10 minutes.
 test-crash: $(VENV)/test.stamp
 	$(VENV)/bin/python -m pytest -m crash --timeout 1800 tests/disk tests/crash tests/redis
+
+# Ten thousand random orders of what can happen between an engine and its daemon; about 10 minutes.
+test-orders: $(VENV)/test.stamp
+	$(VENV)/bin/python -m pytest -m orders --timeout 600 tests/plugin
 
 lint: $(VENV)/test.stamp
 	$(VENV)/bin/ruff check .

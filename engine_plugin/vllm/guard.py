@@ -41,6 +41,12 @@ class RateLimitedLog:
 limited_log = RateLimitedLog()
 
 
+def note_failure(owner: Any, name: str) -> None:
+    """Counts and logs the exception that is being handled in a hook of an object that has `hook_errors`."""
+    owner.hook_errors[name] += 1
+    limited_log(f"hook {name}", logging.ERROR, "kvstore: %s failed; going on without the cache", name, exc_info=True)
+
+
 def guarded(answer: Callable[..., Any]) -> Callable[[Hook], Hook]:
     """Decorates a hook of an object that has `hook_errors: Counter[str]`.
 
@@ -56,10 +62,7 @@ def guarded(answer: Callable[..., Any]) -> Callable[[Hook], Hook]:
             try:
                 return hook(self, *args, **kwargs)
             except Exception:  # the point of this decorator
-                self.hook_errors[name] += 1
-                limited_log(
-                    f"hook {name}", logging.ERROR, "kvstore: %s failed; going on without the cache", name, exc_info=True
-                )
+                note_failure(self, name)
                 return answer(self, *args, **kwargs)
 
         return safe  # type: ignore[return-value]

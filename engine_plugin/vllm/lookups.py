@@ -43,10 +43,10 @@ DISTRUSTED_MAX: Final = 65_536
 REPORT_STEPS: Final = 3
 
 
-class Verdict(enum.Enum):
-    HIT = "hit"
-    MISS = "miss"
-    RETRY = "retry"
+class Verdict(enum.IntEnum):
+    HIT = 0
+    MISS = 1
+    RETRY = 2
 
 
 class _Phase(enum.Enum):
@@ -54,6 +54,10 @@ class _Phase(enum.Enum):
     ASKED = enum.auto()
     ANSWERED = enum.auto()
     LOADING = enum.auto()
+
+
+#: Names of what is needed for each block: looking members up in their classes takes as long as all the rest.
+_ANSWERED, _GATHERING, _HIT, _RETRY = _Phase.ANSWERED, _Phase.GATHERING, Verdict.HIT, Verdict.RETRY
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -136,6 +140,7 @@ class Lookups:
         self._replies_taken = False
         self._early: dict[Query, tuple[Reply, int]] = {}  # answers that wait for workers, and since which step
         self._steps = 0
+        self._deferred = ""  # request whose last lookup in this step was deferred
         self.counts: Counter[tuple[str, str]] = Counter()
 
     # -- the engine asks -----------------------------------------------------------------------------------------------
@@ -145,20 +150,22 @@ class Lookups:
         request = self._requests.get(req_id)
         if request is None:
             return self._first(req_id, key)
-        if request.phase is _Phase.ANSWERED:
-            if key in request.found:
-                return Verdict.HIT
+        # The two that are asked for each block come first.
+        phase = request.phase
+        if phase is _ANSWERED and key in request.found:
+            return _HIT
+        if phase is _GATHERING:
+            request.keys[key] = None
+            return _RETRY
+        if phase is _ANSWERED:
             if request.refused or key in request.keys:
                 return Verdict.MISS
             # The list has changed (a local prefix was evicted, or tokens were generated): ask for the new one.
             self._drop(req_id, request)
             return self._first(req_id, key)
-        if request.phase is _Phase.ASKED:
+        if phase is _Phase.ASKED:
             self._take_replies()
-            return Verdict.RETRY if request.query is not None else self.lookup(req_id, key)
-        if request.phase is _Phase.GATHERING:
-            request.keys[key] = None
-            return Verdict.RETRY
+            return self._defer(req_id) if request.query is not None else self.lookup(req_id, key)
         return Verdict.MISS  # LOADING: the engine does not ask while a load runs
 
     def _first(self, req_id: str, key: bytes) -> Verdict:
@@ -167,10 +174,23 @@ class Lookups:
             self.counts["misses", problem] += 1
             return Verdict.MISS
         if len(self._holders) >= (PROMISED_MAX if self._expect(req_id, [key]).keys else ANSWERS_MAX):
-            return Verdict.RETRY
+            return self._defer(req_id)
         self._requests[req_id] = _Request(keys={key: None})
         self._gathering.append(req_id)
         self._holders.add(req_id)
+        return Verdict.RETRY
+
+    def _defer(self, req_id: str) -> Verdict:
+        """Has the engine ask again in a later step, at the price of two keys instead of the whole prefix: it goes on
+        past a RETRY, and stops at a MISS without taking back that it has to ask again. Not so with several groups,
+        where a group without any hit is an answer.
+        """
+        if self._windowed is not None:
+            return Verdict.RETRY
+        if self._deferred == req_id:
+            self._deferred = ""
+            return Verdict.MISS
+        self._deferred = req_id
         return Verdict.RETRY
 
     def restrict(self, req_id: str) -> None:
@@ -201,15 +221,14 @@ class Lookups:
         """Whether a request waits for an answer."""
         return bool(self._by_query)
 
-    def only_disk(self) -> bool:
-        """Whether all that requests wait for is blocks on their way up from disk."""
-        return all(query.coming for query in self._by_query) and not any(
-            request.phase is _Phase.LOADING for request in self._requests.values()
-        )
+    def loading(self) -> bool:
+        """Whether a request waits for its load."""
+        return any(request.phase is _Phase.LOADING for request in self._requests.values())
 
     def step_end(self, started: Iterable[str], preempted: Iterable[str]) -> None:
         """Ships what the step has gathered; drops answers of requests that have begun to run or were preempted."""
         self._steps += 1
+        self._deferred = ""
         self._replies_taken = False
         for req_id in (*started, *preempted):
             request = self._requests.get(req_id)

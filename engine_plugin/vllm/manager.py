@@ -31,7 +31,7 @@ from engine_plugin.vllm import metrics
 from engine_plugin.vllm.adapters import Adapters
 from engine_plugin.vllm.announced import Announced
 from engine_plugin.vllm.coming import NOTHING_EXPECTED, Expected
-from engine_plugin.vllm.guard import guarded, limited_log, nothing
+from engine_plugin.vllm.guard import guarded, limited_log, note_failure, nothing
 from engine_plugin.vllm.layout import SINGLE, SlotFormat
 from engine_plugin.vllm.link import DaemonLink
 from engine_plugin.vllm.lookups import Lookups, Verdict
@@ -42,18 +42,17 @@ from engine_plugin.vllm.rates import LoadPolicy, Steps
 from engine_plugin.vllm.runs import by_group, group_of
 from engine_plugin.vllm.stores import KnownKeys, Stores
 
-_RESULT_OF: Final = {
-    Verdict.HIT: LookupResult.HIT,
-    Verdict.MISS: LookupResult.MISS,
-    Verdict.RETRY: LookupResult.RETRY,
-}
+#: By Verdict, which is a number: enumerations hash slowly, and this is looked up for each block.
+_RESULT_OF: Final = (LookupResult.HIT, LookupResult.MISS, LookupResult.RETRY)
+assert (Verdict.HIT, Verdict.MISS, Verdict.RETRY) == (0, 1, 2)
 
 #: A request of which a step computes fewer tokens than this is decoding, with some tokens speculated perhaps.
 PREFILL_CHUNK_MIN: Final = 32
-#: What a step that has nothing to compute leaves to other threads while a request waits for an answer.
-GIVE_WAY_S: Final = 0.0005
-#: The same where an answer takes as long as reads from disk: the engine would only ask itself the same over and over.
-GIVE_WAY_DISK_S: Final = 0.005
+#: How long a step that has nothing to compute gives way to other threads while a request waits for an answer, which
+#: ends it. Without this the engine would ask itself the same over and over.
+GIVE_WAY_S: Final = 0.005
+#: The same while a load is under way, of whose end only another step learns.
+GIVE_WAY_LOADING_S: Final = 0.0005
 
 
 def _nothing_to_store(*_args: object, **_kwargs: object) -> PrepareStoreOutput:
@@ -102,7 +101,6 @@ class KVStoreManager(OffloadingManager):
         self._tokens_per_block = tokens_per_block
         self._windowed = windowed
         self._grouped = len(tokens_per_block) > 1 or bool(windowed)
-        self._loads = loads
         self._stores_allowed = stores
         self._pd = pd
         self._mapped: dict[int, bytes] = {}  # rank -> generation its worker has mapped
@@ -154,9 +152,11 @@ class KVStoreManager(OffloadingManager):
 
     @guarded(nothing)
     def give_way(self) -> None:
-        """Where a request waits for an answer: lets other threads of this process run, for a moment at most."""
-        if self._lookups.waiting():
-            self._link.wait_answer(GIVE_WAY_DISK_S if self._lookups.only_disk() else GIVE_WAY_S)
+        """Where a request waits for an answer or a load: lets other threads of this process run, for a moment."""
+        if self._lookups.loading():
+            self._link.wait_answer(GIVE_WAY_LOADING_S)
+        elif self._lookups.waiting():
+            self._link.wait_answer(GIVE_WAY_S)
 
     @guarded(lambda _self: False)
     def has_pending_work(self) -> bool:
@@ -165,13 +165,17 @@ class KVStoreManager(OffloadingManager):
 
     # -- loads ---------------------------------------------------------------------------------------------------------
 
-    @guarded(lambda *_args, **_kwargs: LookupResult.MISS)
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        if not self._loads and not self._stores_allowed:
+        # Once for each block of each prefix, so this spells out what `guarded` does.
+        try:
+            if self._load_nothing and req_context.req_id in self._load_nothing:
+                return LookupResult.MISS
+            if self._grouped and self._is_part(key, req_context):
+                return LookupResult.MISS
+            return _RESULT_OF[self._lookups.lookup(req_context.req_id, key)]
+        except Exception:
+            note_failure(self, "lookup")
             return LookupResult.MISS
-        if req_context.req_id in self._load_nothing or (self._grouped and self._is_part(key, req_context)):
-            return LookupResult.MISS
-        return _RESULT_OF[self._lookups.lookup(req_context.req_id, key)]
 
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
         return CacheHitSource.HOST

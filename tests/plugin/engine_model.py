@@ -70,11 +70,13 @@ class Engine:
         self,
         daemon: FakeDaemon,
         *,
+        version: int = 32,
         pin: bool = True,
         drop: bool = False,
         auto: bool = False,
         offers: Offers | None = None,
     ) -> None:
+        self.version = version
         self.time = 100.0
         self.daemon = daemon
         self.client = FakeClient(daemon)
@@ -114,6 +116,7 @@ class Engine:
         self.copies: list[Copy] = []
         self.acks: dict[int, int] = {}
         self.loaded = 0
+        self.asked = 0  # lookups
         self.failed = 0
 
     def ready_generation(self) -> bytes | None:
@@ -139,6 +142,7 @@ class Engine:
             retry = False
             for key in request.keys:
                 verdict = self.lookups.lookup(request.id, key)
+                self.asked += 1
                 retry |= verdict is Verdict.RETRY
                 hits += verdict is Verdict.HIT
                 if verdict is Verdict.MISS:
@@ -156,7 +160,8 @@ class Engine:
             else:
                 request.state = "running"
                 started.append(request.id)
-        self.lookups.step_end(started, [])
+        if self.version == 32:
+            self.lookups.step_end(started, [])
         for request in self.requests.values():
             if request.state == "running" and request.computed < len(request.keys):
                 step = request.keys[request.computed : request.computed + 4]
@@ -165,6 +170,8 @@ class Engine:
                 store = self.stores.prepare(step, {0: parent} if parent is not None else {})
                 if store is not None:
                     self.copies += [Copy(store, rank) for rank in range(WORKERS)]
+        if self.version == 33:
+            self.lookups.step_end(started, [])  # the last call of a step
         self.time += 0.01
         if turn:
             self.link.turn()
@@ -219,6 +226,8 @@ class Engine:
             self.loaded += len(load.keys)
             request.computed = len(load.keys)
         self.lookups.load_done(request.id, 0.001)
+        if rng.random() < 0.1:
+            self.lookups.load_done(request.id)  # a completion that comes twice
         request.load = None
         if request.state == "aborted":
             del self.requests[request.id]
@@ -256,6 +265,15 @@ class Engine:
                 request.load = None
                 request.state = "running"
                 request.computed = 0
+
+    def lost_slots(self) -> set[int]:
+        """Slots of stores of which a worker has never reported its end: it might still be writing."""
+        return {
+            int(offset) // SLOT_BYTES
+            for store in self.stores._under_way.values()
+            if store.slots.generation == self.daemon.arena.generation
+            for offset in store.slots.offsets
+        }
 
     def run_out(self, rng: random.Random) -> None:
         """Everything comes to its end."""

@@ -102,7 +102,10 @@ class FakeDaemon:
         slot = self.blocks.pop(key)
         self.arena.epochs[slot] += 1
         self.arena.memory[slot] = 0xEE
-        self.gone.add(slot)
+        if self.pins(slot):
+            self.gone.add(slot)
+        else:
+            self._to_free(slot)
 
     def copy_down(self, key: bytes) -> None:
         """Copies a block to disk."""
@@ -146,6 +149,7 @@ class FakeClient:
         self.daemon = daemon
         self.arena: FakeArena | None = None
         self.closed = False
+        self.reserved: dict[bytes, set[int]] = {}  # by generation
         self.attach()
 
     def attach(self) -> None:
@@ -174,6 +178,7 @@ class FakeClient:
         taken = sorted(daemon.free)[:count]
         daemon.free -= set(taken)
         daemon.reserved |= set(taken)
+        self.reserved.setdefault(daemon.arena.generation, set()).update(taken)
         slots = np.array(taken, np.int64)
         return FakeReservation(
             daemon.arena.generation,
@@ -203,6 +208,7 @@ class FakeClient:
                 outcomes.append(3)
                 continue
             daemon.reserved.remove(slot)
+            self.reserved[generation].discard(slot)
             if key in daemon.blocks:
                 daemon._to_free(slot)
                 outcomes.append(2)
@@ -225,6 +231,7 @@ class FakeClient:
         if generation != daemon.arena.generation:
             return 0
         daemon.reserved -= slots
+        self.reserved.setdefault(generation, set()).difference_update(slots)
         for slot in slots:
             daemon._to_free(slot)
         return len(slots)
@@ -293,4 +300,9 @@ class FakeClient:
         return len(keys)
 
     def close(self) -> None:
+        """Ends the session: what it held goes back."""
         self.closed = True
+        daemon = self.daemon
+        for slot in self.reserved.pop(daemon.arena.generation, set()) & daemon.reserved:
+            daemon.reserved.remove(slot)
+            daemon._to_free(slot)

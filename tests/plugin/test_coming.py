@@ -58,7 +58,8 @@ def steps(engine: Engine, request: Request, most: int) -> int:
 def test_a_request_waits_until_its_blocks_are_up() -> None:
     daemon, engine, request = on_disk(8)
     assert steps(engine, request, 20) == 20
-    assert engine.lookups.only_disk()
+    assert engine.lookups.waiting()
+    assert not engine.lookups.loading()
     come_up(daemon)
     assert steps(engine, request, 4) < 4
     assert load(engine, request) == 8

@@ -20,13 +20,30 @@ from engine_plugin.vllm.stores import KNOWN_S, REPORTS_S
 from tests.plugin.engine_model import GROUP, WORKERS, Engine, Request, content_of, key_of, stored
 from tests.plugin.fakes import FakeDaemon
 
+#: In `make test`; the others in `make test-orders`.
+FEW = 300
+MANY = 10_000
 
-@pytest.mark.parametrize("seed", range(150))
-def test_any_order_of_events(seed: int) -> None:
+
+@pytest.mark.parametrize("first", range(0, FEW, 50))
+def test_any_order_of_events(first: int) -> None:
+    for seed in range(first, first + 50):
+        one_order(seed)
+
+
+@pytest.mark.orders
+@pytest.mark.parametrize("first", range(FEW, MANY, 100))
+def test_ten_thousand_orders_of_events(first: int) -> None:
+    for seed in range(first, first + 100):
+        one_order(seed)
+
+
+def one_order(seed: int) -> None:
+    """One sequence of events: an engine of vLLM 0.32 or 0.33, one daemon and its later lives."""
     rng = random.Random(seed)
     daemon = FakeDaemon(slots=48)
     daemon.coming_max = 4
-    engine = Engine(daemon)
+    engine = Engine(daemon, version=rng.choice((32, 33)), auto=rng.random() < 0.3)
     number = 0
 
     def new_request() -> None:
@@ -70,6 +87,27 @@ def test_any_order_of_events(seed: int) -> None:
         engine.client.attach()
         engine.mapped[rng.randrange(WORKERS)] = engine.client.arena
 
+    def lose_acknowledgement() -> None:
+        """A worker's report of a store that never comes: its slots stay held as long as the engine lives."""
+        if engine.copies and rng.random() < 0.5:
+            engine.copies.pop(rng.randrange(len(engine.copies)))
+
+    def foreign_acknowledgements() -> None:
+        """Of stores and loads that are over, or never were."""
+        engine.stores.report({rng.randrange(1000, 2000): 1}, [rng.randrange(1000, 2000)])
+        engine.stores.complete([key_of(99, 99)])
+        engine.lookups.load_done(f"request {rng.randrange(number + 1)} of another engine")
+        engine.lookups.load_failed("nobody")
+        engine.lookups.finished("nobody")
+
+    def trample() -> None:
+        if daemon.up and daemon.blocks and rng.random() < 0.3:
+            daemon.trample(rng.choice(sorted(daemon.blocks)))
+
+    def measure() -> None:
+        """The engine's rates change, so that it computes what it loaded before, and the other way round."""
+        engine.policy.note_step(1000, 1000, rng.choice((0.01, 1.0, 100.0)))
+
     events: list[tuple[Callable[[], object], int]] = [
         (new_request, 6),
         (engine.schedule, 20),
@@ -89,6 +127,10 @@ def test_any_order_of_events(seed: int) -> None:
         (silence, 1),
         (later, 2),
         (engine.reset, 1),
+        (lose_acknowledgement, 1),
+        (foreign_acknowledgements, 1),
+        (trample, 1),
+        (measure, 1),
     ]
     steps = [event for event, weight in events for _ in range(weight)]
     for _ in range(250):
@@ -103,6 +145,9 @@ def test_any_order_of_events(seed: int) -> None:
         engine.come_up(rng)
     daemon.check()
     assert not daemon.leases
+    assert not daemon.gone
+    assert daemon.reserved == engine.lost_slots()
+    engine.link.close()
     assert not daemon.reserved
     for key, slot in daemon.blocks.items():
         whole = np.concatenate([content_of(key + GROUP, rank) for rank in range(WORKERS)])
@@ -120,6 +165,22 @@ def test_a_request_is_one_call_and_one_step() -> None:
     engine.schedule()
     assert [request.state for request in engine.requests.values()] == ["loading"] * 3
     assert daemon.calls.count("acquire") == 1
+
+
+def test_a_request_that_waits_asks_for_two_keys_a_step() -> None:
+    daemon, keys = stored(1, 20)
+    engine = Engine(daemon)
+    for number in range(ANSWERS_MAX + 40):  # some have asked, and the others may not yet
+        engine.submit(f"request {number}", keys)
+    engine.schedule(turn=False)
+    for _ in range(5):
+        before = engine.asked
+        engine.schedule(turn=False)
+        assert engine.asked - before == 2 * (ANSWERS_MAX + 40)
+        assert all(request.state == "waiting" for request in engine.requests.values())
+    engine.link.turn()
+    engine.schedule()
+    assert sum(request.state == "loading" for request in engine.requests.values()) == ANSWERS_MAX
 
 
 def test_stores_find_the_slots_that_their_lookup_announced() -> None:

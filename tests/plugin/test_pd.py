@@ -186,7 +186,7 @@ def publish(daemon: FakeDaemon, request: Request, places: range) -> None:
 def test_an_early_request_waits_for_what_is_on_its_way(there: int) -> None:
     daemon, engine, request = promised(8, there=there)
     assert steps(engine, request, 100) == 100 and 100 * STEP_S > DEADLINE_S
-    assert engine.lookups.waiting() and engine.lookups.only_disk()
+    assert engine.lookups.waiting() and not engine.lookups.loading()
     publish(daemon, request, range(there, 7))
     assert steps(engine, request, 20) == 20  # the last one is missing
     publish(daemon, request, range(7, 8))
