@@ -103,6 +103,7 @@ class Slab:
         self.entries = [None] * self.extents
         self.used = array("Q", [GONE | RAW]) * self.extents
         self.count = 0
+        self.dead = False
 
     @property
     def size_bytes(self) -> int:
