@@ -281,16 +281,19 @@ class Bench:
             ]
 
         def run(stream: bool) -> float:
-            """The jobs are handed in on a stream that is idle, so that they do not wait for the products."""
+            """The jobs are handed in on a stream that is idle, so that they do not wait for the products. These are all
+            queued before the first of them begins.
+            """
             torch.cuda.synchronize()
-            jobs = pair() if stream else []
             begun, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            before = sum(self.engine.stats().bytes_by_path.values()) - sum(job.size_bytes for job in jobs)
             with torch.cuda.stream(compute):
+                torch.cuda._sleep(20_000_000)  # about 10 ms
                 begun.record()
                 for _ in range(products):
                     torch.mm(a, b, out=out)
                 ended.record()
+            before = sum(self.engine.stats().bytes_by_path.values())
+            jobs = pair() if stream else []
             while stream and not ended.query():
                 self.engine.poll()
                 if sum(not job.over for job in jobs) < 4:
@@ -302,7 +305,7 @@ class Bench:
             seconds = begun.elapsed_time(ended) / 1e3
             if stream:
                 total = sum(self.engine.stats().bytes_by_path.values()) - before
-                moved.append(total / (seconds + time.perf_counter() - started) / 1e9)
+                moved.append(total / (seconds + 0.01 + time.perf_counter() - started) / 1e9)
             return seconds
 
         took = in_turn({"alone": lambda: run(False), "streaming": lambda: run(True)}, self.rounds)

@@ -87,6 +87,7 @@ def engine_process(model: str, connector: str, lens: list[int]) -> None:
         max_num_seqs=64,
         seed=0,
         kv_cache_memory_bytes=24 << 30,
+        gpu_memory_utilization=0.4,  # only looked at, so that a second engine may start beside the first
     )
     params = SamplingParams(temperature=0, max_tokens=1, detokenize=False, ignore_eos=True)
 
@@ -246,6 +247,7 @@ class Run:
             for seed in each[-2:]:
                 self.note(engine, what, seed, tokens)
                 engine.ask("settle", 0.3)
+        self.counters[engine.name] = engine.ask("counters")
 
     def median(self, name: str, tokens: int, what: str) -> float | None:
         found = self.ms.get((name, tokens, what))

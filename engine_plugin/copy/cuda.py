@@ -37,10 +37,13 @@ from engine_plugin.copy.registration import CHUNK_BYTES, Registration
 #: Of one buffer: long enough that starting and ending a copy costs little (300 us at 55 GB/s), short enough that the
 #: first and the last one, which nothing overlaps, cost little too.
 STAGE_BYTES: Final = 16 << 20
+#: Of the streams, as CUDA counts: less is sooner, and 0 is what the model's kernels have.
+STORE_PRIORITY: Final = -1
+LOAD_PRIORITY: Final = -2
 #: Up to so many runs of a buffer are copied one by one, which costs the host less than a batch of as many.
 _SINGLE_COPIES_MAX: Final = 8
-#: Fragments of one batch call: some 500 us of the host.
-_BATCH_PART: Final = 1024
+#: Fragments of one batch call: some 130 us of the host, during which the driver lets nobody else launch.
+_BATCH_PART: Final = 256
 #: No program moves more than this of one fragment, so that few long fragments are spread as well.
 _PIECE_BYTES: Final = 64 << 10
 
@@ -91,8 +94,8 @@ class CudaCopyEngine(CopyEngine):
         self._chunk_bytes = chunk_bytes
         self._runtime = CudaRuntime()
         with torch.cuda.device(self.device):
-            self._store = Lane(self.device, self._runtime, priority=-1, stage_bytes=stage_bytes)
-            self._load = Lane(self.device, self._runtime, priority=-2, stage_bytes=stage_bytes)
+            self._store = Lane(self.device, self._runtime, priority=STORE_PRIORITY, stage_bytes=stage_bytes)
+            self._load = Lane(self.device, self._runtime, priority=LOAD_PRIORITY, stage_bytes=stage_bytes)
             # What most jobs need, so that the first of them does not wait for a compiler.
             self._movers: dict[tuple[int, int, int, bool], kernels.Mover] = {}
             for tuning in {STAGED, TO_HOST, TO_GPU}:
