@@ -103,3 +103,28 @@ def test_loads_do_not_queue_behind_stores() -> None:
     engine.wait(stores)
     assert ends.errors == [None] * 9
     engine.close()
+
+
+def test_stores_do_not_queue_behind_a_long_load() -> None:
+    import numpy as np
+    import torch
+
+    from tests.gpu.rig import KV, Ends, Pool, wait_registered
+
+    pool = Pool(1 << 30)
+    engine = engine_of("staged")
+    engine.use_pool(pool)
+    wait_registered(engine, pool)
+    kv = KV("separate", 32, 512, 65_536)
+    few = KV("separate", 32, 16, 65_536)
+    ends = Ends()
+    torch.cuda.synchronize()
+    load = engine.load(kv.fragments(list(range(480)), pool, [i << 21 for i in range(480)]), ends)
+    store = engine.store(few.fragments([3, 5, 7], pool, [i << 21 for i in (500, 505, 510)]), ends)
+    engine.wait([store])
+    assert not load.over
+    for block, place in ((3, 500), (5, 505), (7, 510)):
+        assert np.array_equal(pool.bytes[place << 21 : (place + 1) << 21], few.block(block))
+    engine.wait([load])
+    assert ends.errors == [None, None]
+    engine.close()
