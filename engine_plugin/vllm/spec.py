@@ -186,7 +186,8 @@ class KVStoreSpec(OffloadingSpec):
             return 0
         settings, namespace = self._settings, self.namespace
         assert namespace.block_size is not None
-        wanted = settings.stock_blocks or max(16, 2 * -(-self._facts.tokens_per_step // namespace.block_size))
+        step_blocks = -(-self._facts.tokens_per_step // namespace.block_size) * len(self.config.groups)
+        wanted = settings.stock_blocks or max(16, 2 * step_blocks)
         if settings.share_bytes:
             wanted = min(wanted, max(1, settings.share_bytes // namespace.block_bytes // _STOCK_PART_OF_SHARE))
         return wanted
