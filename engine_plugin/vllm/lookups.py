@@ -5,7 +5,8 @@ A request's life here::
     (unknown) -lookup-> GATHERING -step_end-> ASKED -reply-> ANSWERED -prepare_load-> LOADING -load_done-> (unknown)
 
 * The engine asks for every key of a request in one scheduler step, group by group and in prefix order, and goes on past
-  a RETRY; so the first step gathers the whole list and it goes out as one query when the step ends.
+  a RETRY; so the first step gathers the whole list and it goes out as one query when the step ends. Keys of sliding
+  windows follow as a second one, when it is known where the prefix ends.
 * ANSWERED holds the pins, so that HIT is still true when the engine makes room for it some steps later. It ends when
   the request starts, is preempted, or finishes.
 * Every answer has a deadline. A daemon that is away is a MISS at once; one that is silent is a MISS at the deadline.
@@ -19,7 +20,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Final
 
 import numpy as np
@@ -73,6 +74,14 @@ class _Request:
     unwanted: bool = False  # its load is of no use to anybody: it failed, or the request has ended
 
 
+_WINDOWS: Final = "\0windows"
+
+
+def _windows_of(req_id: str) -> str:
+    """What is asked of a request's windows is a request of its own, which ends with it."""
+    return req_id + _WINDOWS
+
+
 @dataclasses.dataclass(slots=True)
 class LoadPlan:
     """Where the keys of a load lie, in their order."""
@@ -96,8 +105,9 @@ class Lookups:
         drop: Blocks are claimed when they are found, and removed when they are loaded.
         policy: Says whether what is there is faster to load than to compute; None: it always is. It counts blocks of a
             prefix, and is not asked where a prefix has several groups of them.
-        windowed: Groups of which the end of a prefix is needed only; None: there is one group, and it is not one of
-            those.
+        windowed: Groups of which the end of a prefix is needed only, and how many of its blocks; None: there is one
+            group, and it is not one of those.
+        only_windows: All groups are such.
     """
 
     def __init__(
@@ -115,10 +125,12 @@ class Lookups:
         announced: Announced | None = None,
         drop: bool = False,
         policy: LoadPolicy | None = None,
-        windowed: Collection[int] | None = None,
+        windowed: Mapping[int, int] | None = None,
+        only_windows: bool = False,
     ) -> None:
         self._link = link
         self._windowed = windowed
+        self._windows_later = windowed if windowed and not only_windows else None
         self._expect = expect
         self._apart = apart
         self._announced = announced or Announced(on=False)
@@ -147,6 +159,8 @@ class Lookups:
 
     def lookup(self, req_id: str, key: bytes) -> Verdict:
         """Whether a block can be loaded. Never waits."""
+        if self._windows_later is not None and group_of(key) in self._windows_later:
+            return self._lookup_window(req_id, key, self._windows_later[group_of(key)])
         request = self._requests.get(req_id)
         if request is None:
             return self._first(req_id, key)
@@ -192,6 +206,34 @@ class Lookups:
             return Verdict.MISS
         self._deferred = req_id
         return Verdict.RETRY
+
+    def _lookup_window(self, req_id: str, key: bytes, most: int) -> Verdict:
+        """The same in a group of which the end of a prefix is needed only. Where it ends is known when the other groups
+        have been answered; then the engine asks from there backwards, and no more than a window of each group goes out.
+        """
+        request = self._requests.get(req_id)
+        if request is not None and request.phase in (_Phase.GATHERING, _Phase.ASKED):
+            return Verdict.RETRY
+        if request is None or request.phase is _Phase.LOADING or not request.found:
+            return Verdict.MISS
+        windows = self._requests.get(_windows_of(req_id))
+        if windows is None:
+            windows = self._requests[_windows_of(req_id)] = _Request()
+            self._gathering.append(_windows_of(req_id))
+        if windows.phase is _Phase.ASKED:
+            self._take_replies()
+        if windows.phase is _Phase.ASKED:
+            return Verdict.RETRY
+        if windows.phase is _Phase.GATHERING:
+            group = group_of(key)
+            if key in windows.keys or sum(group_of(other) == group for other in windows.keys) < most:
+                windows.keys[key] = None
+                return Verdict.RETRY
+            return Verdict.MISS
+        if key not in windows.found or windows.pins is None or request.pins is None:
+            return Verdict.MISS
+        # The daemon may have been restarted between the two answers.
+        return Verdict.HIT if windows.pins.generation == request.pins.generation else Verdict.MISS
 
     def restrict(self, req_id: str) -> None:
         """A request that has just come does not want to wait for blocks from below the pool."""
@@ -252,7 +294,7 @@ class Lookups:
                 silence_s=self._deadline_s,
                 expected=self._expect(req_id, prefix) if prefix else NOTHING_EXPECTED,
                 drop=self._drops,
-                wait=req_id not in self._only_pool,
+                wait=req_id.removesuffix(_WINDOWS) not in self._only_pool,
                 runs=runs_of(keys, self._windowed) if self._windowed is not None else (),
             )
             request.phase = _Phase.ASKED
@@ -373,17 +415,22 @@ class Lookups:
 
     def prepare_load(self, req_id: str, keys: Collection[bytes]) -> LoadPlan | None:
         """Where the keys lie; None where they are not all pinned for this request. The pins stay until `load_done`."""
-        request = self._requests.get(req_id)
+        request, windows = self._requests.get(req_id), self._requests.get(_windows_of(req_id))
         if request is None or request.phase is not _Phase.ANSWERED or request.pins is None:
             return None
-        numbers = np.fromiter((request.found.get(key, -1) for key in keys), np.int64, len(keys))
+        found, pins = request.found, request.pins
+        offsets, epochs = pins.offsets, pins.epochs
+        if windows is not None and windows.pins is not None and windows.pins.generation == pins.generation:
+            found = {**found, **{key: len(offsets) + number for key, number in windows.found.items()}}
+            offsets = np.concatenate((offsets, windows.pins.offsets))
+            epochs = np.concatenate((epochs, windows.pins.epochs))
+        numbers = np.fromiter((found.get(key, -1) for key in keys), np.int64, len(keys))
         if len(numbers) and int(numbers.min()) < 0:
             return None
         request.phase = _Phase.LOADING
         request.loading_since, request.loading = self._now(), len(numbers)
         self._holders.discard(req_id)
-        pins = request.pins
-        return LoadPlan(pins.generation, pins.offsets[numbers], pins.epochs[numbers])
+        return LoadPlan(pins.generation, offsets[numbers], epochs[numbers])
 
     def load_done(self, req_id: str, copy_s: float | None = None) -> None:
         """The workers are through with a load, well or badly: gives its pins back, or the blocks away that were claimed
@@ -408,12 +455,15 @@ class Lookups:
         if request is None or request.phase is not _Phase.LOADING:
             return
         request.unwanted = True
-        self._announced.gone(request.keys)
-        pins = request.pins
-        assert pins is not None
-        for key, number in request.found.items():
-            self._distrusted[key] = (pins.generation, int(pins.offsets[number]), int(pins.epochs[number]))
-            self._distrusted.move_to_end(key)
+        windows = self._requests.get(_windows_of(req_id))
+        for part in (request, windows) if windows is not None else (request,):
+            self._announced.gone(part.keys)
+            pins = part.pins
+            if pins is None:
+                continue
+            for key, number in part.found.items():
+                self._distrusted[key] = (pins.generation, int(pins.offsets[number]), int(pins.epochs[number]))
+                self._distrusted.move_to_end(key)
         while len(self._distrusted) > DISTRUSTED_MAX:
             self._distrusted.popitem(last=False)
 
@@ -434,8 +484,8 @@ class Lookups:
         """Forgets everything and gives every pin back, those of running loads too: the engine will not tell of their
         end. A load that loses its pin under way is told by its epochs and fails.
         """
-        for req_id, request in list(self._requests.items()):
-            self._drop(req_id, request)
+        while self._requests:
+            self._drop(*next(iter(self._requests.items())))
         self._gathering.clear()
         self._asides.clear()
         self._distrusted.clear()
@@ -453,3 +503,6 @@ class Lookups:
         self._holders.discard(req_id)
         request.pins = request.query = None
         del self._requests[req_id]
+        windows = self._requests.get(_windows_of(req_id))
+        if windows is not None:
+            self._drop(_windows_of(req_id), windows)

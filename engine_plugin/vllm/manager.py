@@ -67,7 +67,7 @@ class KVStoreManager(OffloadingManager):
         slot_format: How ranks divide a slot.
         workers: Number of workers (ranks) of the engine.
         tokens_per_block: By KV-cache group, tokens of one stored block.
-        windowed: Groups of which the end of a prefix is needed only.
+        windowed: Groups of which the end of a prefix is needed only, and how many of its blocks.
         deadline_s: Longest wait for the answer to a lookup.
         pd: What is said to and heard from engines of the other side of disaggregated prefill.
         loads: The engine's role lets it load.
@@ -85,7 +85,7 @@ class KVStoreManager(OffloadingManager):
         slot_format: SlotFormat,
         workers: int,
         tokens_per_block: Mapping[int, int],
-        windowed: Collection[int],
+        windowed: Mapping[int, int],
         deadline_s: float,
         pd: PrefillDecode,
         loads: bool = True,
@@ -122,6 +122,7 @@ class KVStoreManager(OffloadingManager):
             drop=drop,
             policy=policy,
             windowed=windowed if self._grouped else None,
+            only_windows=len(windowed) == len(tokens_per_block),
         )
         self._policy = policy
         self._steps = Steps(policy.note_step if policy is not None else nothing, time.monotonic)

@@ -11,6 +11,7 @@ import dataclasses
 import hashlib
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -48,7 +49,8 @@ class EngineFacts:
         mla: Attention keeps one latent per token, not keys and values by head.
         kv_heads: KV heads of the model, over all ranks.
         stages: Layers of each pipeline stage.
-        windowed: Indices of the KV-cache groups that need the end of a prefix only (sliding windows, recurrent states).
+        windowed: KV-cache groups that need the end of a prefix only (sliding windows, recurrent states), and how many
+            of its blocks.
         nested: The connector is one of several in a MultiConnector.
     """
 
@@ -63,7 +65,7 @@ class EngineFacts:
     mla: bool = False
     kv_heads: int = 1
     stages: tuple[int, ...] = (1,)
-    windowed: frozenset[int] = frozenset()
+    windowed: Mapping[int, int] = dataclasses.field(default_factory=dict)
     nested: bool = False
 
 
@@ -95,12 +97,11 @@ def facts_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, nested:
         mla=bool(model.use_mla),
         kv_heads=int(model.get_total_num_kv_heads()),
         stages=tuple(end - begin for begin, end in bounds),
-        windowed=frozenset(
-            index
+        windowed={
+            index: blocks
             for index, group in enumerate(kv_cache_config.kv_cache_groups)
-            if not _is_full_attention(group.kv_cache_spec)
-        ),
-        nested=nested,
+            if (blocks := _window_blocks(group.kv_cache_spec)) is not None
+        },
     )
 
 
@@ -224,12 +225,20 @@ def refuse_unsupported(config: OffloadingConfig, facts: EngineFacts) -> None:
         raise ConfigError("kvstore cannot serve this engine: " + "; ".join(reasons))
 
 
-def _is_full_attention(spec: KVCacheSpec) -> bool:
-    """Whether a group's layers need the whole prefix."""
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, UniformTypeKVCacheSpecs
+def _window_blocks(spec: KVCacheSpec) -> int | None:
+    """How many KV blocks at the end of a prefix a group's layers need at most; None: they need the whole prefix."""
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, UniformTypeKVCacheSpecs
 
     parts = spec.kv_cache_specs.values() if isinstance(spec, UniformTypeKVCacheSpecs) else (spec,)
-    return all(isinstance(part, FullAttentionSpec) for part in parts)
+    if all(isinstance(part, FullAttentionSpec) for part in parts):
+        return None
+    blocks = 1
+    for part in parts:
+        if not isinstance(part, MambaSpec):
+            tokens = getattr(part, "sliding_window", None) or getattr(part, "attention_chunk_size", None) or 0
+            tokens += getattr(part, "extra_retained_tokens", 0)
+            blocks = max(blocks, -(-tokens // part.block_size) + 1)  # it may begin inside of a block
+    return blocks
 
 
 def _other_settings(vllm_config: VllmConfig) -> tuple[tuple[str, str], ...]:

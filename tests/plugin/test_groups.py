@@ -18,6 +18,7 @@ from engine_plugin.vllm.stores import KnownKeys, Store, Stores
 from tests.plugin.fakes import FakeClient, FakeDaemon, FakeLease
 
 FULL, WINDOW = 0, 1
+WINDOW_BLOCKS = 2
 STEP_S = 0.01
 
 
@@ -37,7 +38,7 @@ def content_of(each: bytes) -> np.ndarray:
 class Rig:
     """The scheduler's part of an engine with one worker."""
 
-    def __init__(self, daemon: FakeDaemon | None = None) -> None:
+    def __init__(self, daemon: FakeDaemon | None = None, *, only_windows: bool = False) -> None:
         self.time = 100.0
         self.daemon = daemon or FakeDaemon()
         self.client = FakeClient(self.daemon)
@@ -51,7 +52,8 @@ class Rig:
             ready_generation=lambda: self.daemon.arena.generation,
             on_present=known.add,
             expect=lambda _req_id, _keys: self.expected,
-            windowed={WINDOW},
+            windowed={WINDOW: WINDOW_BLOCKS + 1},
+            only_windows=only_windows,
         )
         self.stores = Stores(
             self.link,
@@ -59,7 +61,7 @@ class Rig:
             known=known,
             ready_generation=lambda: self.daemon.arena.generation,
             ask_about=self.lookups.ask_about,
-            windowed={WINDOW},
+            windowed={WINDOW: WINDOW_BLOCKS + 1},
             now=lambda: self.time,
         )
         self.started: list[str] = []
@@ -75,6 +77,15 @@ class Rig:
     def ask(self, keys: Sequence[bytes]) -> list[Verdict]:
         """As vLLM does: a prefix up to its first miss, a window from its end."""
         return [self.lookups.lookup("request", each) for each in keys]
+
+    def answers(self, keys: Sequence[bytes]) -> list[Verdict]:
+        """What is said in the end: a window is asked for when the prefix has been answered."""
+        for _ in range(int(3 * STALL_S / STEP_S)):
+            found = self.ask(keys)
+            if Verdict.RETRY not in found:
+                return found
+            self.step()
+        raise AssertionError("no answer")
 
     def store(self, full: Sequence[int], window: Sequence[int]) -> Store | None:
         """Stores blocks by their places, all of them copied at once."""
@@ -124,8 +135,10 @@ def test_a_window_is_found_though_its_beginning_is_not() -> None:
     asked = [*chain(FULL, range(8)), *chain(WINDOW, range(7, -1, -1))]
     assert set(rig.ask(asked)) == {Verdict.RETRY}
     rig.step()
-    hits = [place for place, verdict in enumerate(rig.ask(asked)) if verdict is Verdict.HIT]
-    assert hits == [0, 1, 2, 3, 4, 5, 10, 11]  # a window's keys are asked from the end: those of 5 and 4
+    assert rig.ask(chain(FULL, range(8))) == [Verdict.HIT] * 6 + [Verdict.MISS] * 2
+    # From where the prefix ends backwards.
+    assert rig.answers(chain(WINDOW, [5, 4, 3])) == [Verdict.HIT, Verdict.HIT, Verdict.MISS]
+    assert rig.ask(chain(WINDOW, [1])) == [Verdict.MISS]  # nobody has asked for it
     plan = rig.lookups.prepare_load("request", [*chain(FULL, range(6)), *chain(WINDOW, [4, 5])])
     assert plan is not None
     slots = [rig.daemon.blocks[hash_of(each)] for each in [*chain(FULL, range(6)), *chain(WINDOW, [4, 5])]]
@@ -138,9 +151,8 @@ def test_a_window_is_found_though_its_beginning_is_not() -> None:
 def test_a_load_of_what_is_not_pinned_is_refused() -> None:
     rig = Rig()
     rig.store(range(4), [3])
-    rig.ask([*chain(FULL, range(4)), *chain(WINDOW, [3, 2])])
-    rig.step()
-    assert rig.ask(chain(WINDOW, [3, 2])) == [Verdict.HIT, Verdict.MISS]
+    asked = [*chain(FULL, range(4)), *chain(WINDOW, [3, 2])]
+    assert rig.answers(asked) == [Verdict.HIT] * 5 + [Verdict.MISS]
     assert rig.lookups.prepare_load("request", [*chain(FULL, range(4)), key(WINDOW, 2)]) is None
 
 
@@ -148,17 +160,13 @@ def test_a_failed_window_is_not_promised_again_and_others_are() -> None:
     rig = Rig()
     rig.store(range(4), [1, 3])
     asked = [*chain(FULL, range(4)), *chain(WINDOW, [3, 2, 1])]
-    rig.ask(asked)
-    rig.step()
-    assert rig.ask(asked).count(Verdict.HIT) == 6
+    assert rig.answers(asked).count(Verdict.HIT) == 6
     assert rig.lookups.prepare_load("request", chain(WINDOW, [3])) is not None
     rig.lookups.load_failed("request")
     rig.lookups.load_done("request")
     rig.store(range(4, 6), [5])
     again = [*chain(FULL, range(4, 6)), *chain(WINDOW, [5, 3])]
-    rig.ask(again)
-    rig.step()
-    assert rig.ask(again) == [Verdict.HIT, Verdict.HIT, Verdict.HIT, Verdict.MISS]
+    assert rig.answers(again) == [Verdict.HIT, Verdict.HIT, Verdict.HIT, Verdict.MISS]
 
 
 def test_with_too_few_slots_the_front_is_stored_in_all_groups() -> None:
@@ -184,23 +192,20 @@ def test_who_finds_a_whole_prefix_finds_its_window_too() -> None:
 def test_blocks_on_disk_are_waited_for_in_all_groups() -> None:
     rig = Rig()
     rig.store(range(4), [3])
-    everything = [hash_of(each) for each in [*chain(FULL, range(4)), key(WINDOW, 3)]]
-    for each in everything:
+    prefix, window = [hash_of(each) for each in chain(FULL, range(4))], hash_of(key(WINDOW, 3))
+    for each in (*prefix, window):
         rig.daemon.copy_down(each)
-    for each in everything[1:]:
+    for each in (*prefix[1:], window):
         rig.daemon.evict(each)
     asked = [*chain(FULL, range(4)), *chain(WINDOW, [3, 2])]
-    rig.ask(asked)
-    for _ in range(3):
-        rig.step()
-        assert rig.ask(asked)[0] is Verdict.RETRY
-    for each in everything[1:]:
-        rig.daemon.come_up(each)
-    for _ in range(10):
-        rig.step()
-        if rig.ask(asked)[0] is Verdict.HIT:
-            break
-    assert rig.ask(asked) == [Verdict.HIT] * 5 + [Verdict.MISS]
+    for part in (prefix[1:], [window]):
+        for _ in range(3):
+            rig.ask(asked)
+            rig.step()
+        assert Verdict.RETRY in rig.ask(asked)
+        for each in part:
+            rig.daemon.come_up(each)
+    assert rig.answers(asked) == [Verdict.HIT] * 5 + [Verdict.MISS]
     rig.lookups.finished("request")
     rig.step()
     assert not rig.daemon.leases
@@ -212,13 +217,7 @@ def test_blocks_on_disk_that_hang_are_computed() -> None:
     lost = hash_of(key(WINDOW, 3))
     rig.daemon.copy_down(lost)
     rig.daemon.evict(lost)
-    asked = [*chain(FULL, range(4)), *chain(WINDOW, [3])]
-    rig.ask(asked)
-    for _ in range(int(2 * STALL_S / STEP_S)):
-        rig.step()
-        if rig.ask(asked)[0] is not Verdict.RETRY:
-            break
-    assert rig.ask(asked) == [Verdict.HIT] * 4 + [Verdict.MISS]
+    assert rig.answers([*chain(FULL, range(4)), *chain(WINDOW, [3])]) == [Verdict.HIT] * 4 + [Verdict.MISS]
 
 
 @pytest.mark.parametrize("arrives", [True, False])
@@ -231,11 +230,16 @@ def test_blocks_that_another_engine_has_promised(arrives: bool) -> None:
     assert rig.ask(asked)[0] is Verdict.RETRY
     if arrives:
         rig.store(range(4), [3])
-    for _ in range(200):
-        rig.step()
-        if rig.ask(asked)[0] is not Verdict.RETRY:
-            break
-    assert rig.ask(asked) == [Verdict.HIT if arrives else Verdict.MISS] * 5
+    assert rig.answers(asked) == [Verdict.HIT if arrives else Verdict.MISS] * 5
+
+
+def test_a_model_of_windows_only_is_asked_for_all_of_them() -> None:
+    """Without a prefix nobody knows where they end."""
+    rig = Rig(only_windows=True)
+    rig.store([], [0, 1, 5])
+    assert rig.answers(chain(WINDOW, range(7, -1, -1))) == [
+        Verdict.HIT if place in (0, 1, 5) else Verdict.MISS for place in range(7, -1, -1)
+    ]
 
 
 def test_what_was_being_copied_when_another_connectors_load_failed_is_not_published() -> None:
@@ -263,9 +267,6 @@ def test_pins_of_a_request_that_another_connector_loads_go_back() -> None:
     rig.lookups.finished("request")  # as KVStoreManager.on_no_load has it
     rig.step()
     assert not rig.daemon.leases
-
-
-WINDOW_BLOCKS = 2
 
 
 class _Request:

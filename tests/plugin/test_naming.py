@@ -194,7 +194,7 @@ def test_what_does_not_work_is_refused_with_the_alternative(path: str, value: An
 
 
 def test_blocks_of_windows_are_stored_one_by_one() -> None:
-    facts = EngineFacts(windowed=frozenset({0}))
+    facts = EngineFacts(windowed={0: 3})
     refuse_unsupported(_with("cache.blocks_per_chunk", 1), facts)
     with pytest.raises(ConfigError, match="remove 'block_size'"):
         refuse_unsupported(config(), facts)
