@@ -237,8 +237,8 @@ def _window_blocks(spec: KVCacheSpec) -> int | None:
         if not isinstance(part, MambaSpec):
             tokens = getattr(part, "sliding_window", None) or getattr(part, "attention_chunk_size", None) or 0
             tokens += getattr(part, "extra_retained_tokens", 0)
-            blocks = max(blocks, -(-tokens // part.block_size) + 1)  # it may begin inside of a block
-    return blocks
+            blocks = max(blocks, -(-tokens // part.block_size))
+    return blocks + 2  # one where a window begins inside of a block, one for a draft model's last, which is left out
 
 
 def _other_settings(vllm_config: VllmConfig) -> tuple[tuple[str, str], ...]:
