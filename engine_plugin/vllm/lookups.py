@@ -29,7 +29,7 @@ from engine_plugin.vllm.announced import Announced
 from engine_plugin.vllm.coming import NOTHING_EXPECTED, Expected, Pins, Query, Reply
 from engine_plugin.vllm.link import DaemonLink
 from engine_plugin.vllm.rates import LoadPolicy
-from engine_plugin.vllm.runs import group_of, hash_of, runs_of
+from engine_plugin.vllm.runs import by_group, group_of, hash_of, runs_of
 
 #: Requests that may hold an answer at a time. The engine asks for its whole queue, and each answer pins blocks.
 ANSWERS_MAX: Final = 64
@@ -243,21 +243,18 @@ class Lookups:
         """Asks which keys of a prefix are there, for nobody in particular: nothing is pinned, nobody waits."""
         if self._link.why_not() or len(self._asides) >= ANSWERS_MAX:
             return
-        keys = keys[: self._prefix_of(keys)]
+        keys = self._prefix(keys)
         if not keys:
             return
         query = Query([hash_of(key, apart) for key in keys], self._now() + ASIDE_S, pin=False)
         self._asides[query] = keys
         self._link.ask([query])
 
-    def _prefix_of(self, keys: Sequence[bytes]) -> int:
-        """How many of the leading keys are the start of a prefix: those of a first group with full attention."""
-        if self._windowed is None or not keys:
-            return len(keys)
-        first = group_of(keys[0])
-        if first in self._windowed:
-            return 0
-        return next((place for place, key in enumerate(keys) if group_of(key) != first), len(keys))
+    def _prefix(self, keys: Sequence[bytes]) -> Sequence[bytes]:
+        """Those of the first group of which a prefix is needed from its start."""
+        if self._windowed is None:
+            return keys
+        return next((members for group, members in by_group(keys).items() if group not in self._windowed), [])
 
     def waiting(self) -> bool:
         """Whether a request waits for an answer."""
@@ -285,7 +282,7 @@ class Lookups:
                 continue
             deadline = self._now() + self._deadline_s
             keys = list(request.keys)
-            prefix = keys[: self._prefix_of(keys)]
+            prefix = self._prefix(keys)
             apart = self._apart(req_id)
             request.query = Query(
                 [hash_of(key, apart) for key in keys],

@@ -99,7 +99,7 @@ class KVStoreManager(OffloadingManager):
         self._format = slot_format
         self._workers = workers
         self._tokens_per_block = tokens_per_block
-        self._windowed = windowed
+        self._prefix_group = next((group for group in tokens_per_block if group not in windowed), -1)
         self._grouped = len(tokens_per_block) > 1 or bool(windowed)
         self._stores_allowed = stores
         self._pd = pd
@@ -214,7 +214,7 @@ class KVStoreManager(OffloadingManager):
         if not ordered:
             return _nothing_to_store()
         groups = by_group(ordered)
-        prefix = groups[group_of(ordered[0])]
+        prefix = groups.get(self._prefix_group, [])
         settled = self._stores.leading(prefix, under_way=False) if self._pd.tells_of(req_context.req_id) else 0
         parents = {group: self._parent_of(members[0], req_context) for group, members in groups.items()}
         store = self._stores.prepare(
@@ -237,22 +237,20 @@ class KVStoreManager(OffloadingManager):
         return end is not None and end % self._tokens_per_block[group_of(key)] != 0
 
     def _note_offered(self, keys: list[OffloadKey], req_context: ReqContext, settled: int) -> None:
-        """Remembers the last keys that were loaded or offered, as the parents of the next. Of the first group's,
-        `settled` were there.
+        """Remembers the last keys that were loaded or offered, as the parents of the next. Of those of which a whole
+        prefix is needed, `settled` were there before.
         """
         req_id = req_context.req_id
-        first = True
         for group, members in by_group(keys).items():
             last = OffloadKey(members[-1])
             end = req_context.get_offload_key_position(last)
             if end is None:
                 return
             self._last_offered.setdefault(req_id, {})[group] = (end, last)
-            if first and group not in self._windowed and self._pd.tells_of(req_id):
+            if group == self._prefix_group and self._pd.tells_of(req_id):
                 stored = self._stores.leading(members, under_way=True)
                 begin = end - len(members) * self._tokens_per_block[group]
                 self._pd.note_offered(req_id, begin, min(settled, len(members)), stored, len(members))
-            first = False
 
     def _parent_of(self, key: bytes, req_context: ReqContext) -> bytes | None:
         """The key before this one in its group of its request, where this manager has seen it."""

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.vllm.harness import BLOCK_TOKENS, Daemon, Engine, prompt, wait_until
+from tests.vllm.harness import BLOCK_TOKENS, BLOCKS, Daemon, Engine, prompt, wait_until
 
 Models = Callable[[str], Path]
 
@@ -40,6 +40,12 @@ def test_sliding_windows_beside_full_attention(daemon: Daemon, models: Models, e
     for engine in (first.ready(), second.ready()):
         engine.wait_storing(daemon)
     stores_then_loads(first, second, daemon, 91, BLOCK_TOKENS)
+    # Disaggregated prefill speaks of the prefix with full attention, whichever group that is.
+    handed = first.generate(prompt(93), max_tokens=1, transfer={"do_remote_decode": True})[0]["transfer"]
+    assert handed["kvstore.tokens"] == BLOCKS * BLOCK_TOKENS
+    hits = second.external_hits()
+    assert second.generate(prompt(93), transfer=handed)[0]["tokens"] == first.generate(prompt(93))[0]["tokens"]
+    assert second.external_hits() - hits > 0.9 * len(prompt(93))
     # A load that fails is computed, though vLLM cannot say which blocks of several groups are bad.
     second.forget_local()
     second.ask(do="damage_loads", count=1)
