@@ -105,13 +105,17 @@ class Engine:
         self.client = kvstore.connect(plan.endpoint, plan.namespace, client_name=f"demo-{role}", timeout_s=PATIENCE_S)
         self._cache = np.zeros((0, plan.block_bytes), dtype=np.uint8)
 
-    def load(self, keys: Sequence[bytes], report: Report) -> int:
-        """Loads the longest prefix that is in the pool, checks it, and says how long it is."""
+    def load(self, keys: Sequence[bytes], report: Report, wait_s: float = 0.0) -> int:
+        """Loads the longest prefix that is there, checks it, and says how long it is.
+
+        Args:
+            wait_s: How long to wait for what has to come up from a tier below the pool.
+        """
         self._make_room(len(keys))
         started = time.perf_counter()
         found_there = self.client.lookup(keys)
         looked_up = time.perf_counter()
-        with self.client.select(keys[:found_there], timeout_s=0) as found:
+        with self.client.select(keys[:found_there], timeout_s=wait_s) as found:
             selected = time.perf_counter()
             for index, view in enumerate(found):
                 np.copyto(self._cache[index], np.frombuffer(view, dtype=np.uint8))
@@ -201,12 +205,12 @@ def _reported(role: str, reports: Queue[Report]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def daemon(cpu_bytes: int) -> Iterator[str]:
+def daemon(cpu_bytes: int, *flags: str) -> Iterator[str]:
     """A daemon of its own, at a socket in a folder that goes away with it."""
     with tempfile.TemporaryDirectory(prefix="kvstore-demo-") as folder:
         endpoint = f"unix:{folder}/kvstore.sock"
         command = [sys.executable, "-m", "kvstore", "serve", "--cpu-bytes", str(cpu_bytes), "--listen", endpoint]
-        process = subprocess.Popen([*command, "--block-size", str(BLOCK_SIZE), "--log-level", "warning"])
+        process = subprocess.Popen([*command, "--block-size", str(BLOCK_SIZE), "--log-level", "error", *flags])
         try:
             _wait_until_it_answers(process, endpoint)
             yield endpoint
@@ -394,6 +398,10 @@ def main(seed: int, conversations: int, turns: int, cpu_bytes: str, block_bytes:
     if wrong or held:
         raise click.ClickException(f"{wrong} wrong blocks; still held after both processes ended: {held or 'nothing'}")
     console.print("every byte that was loaded was right, and nothing is held")
+    # Here, since it is made of parts of this module.
+    from bench import demo_tiers
+
+    demo_tiers.show(console, seed)
 
 
 if __name__ == "__main__":

@@ -54,7 +54,8 @@ def prefill(plan: Plan) -> Report:
         wait_for_tiers(plan.endpoint)
         for keys in prompts(plan):
             engine.store(keys, engine.load(keys, report), report)
-        wait_for_tiers(plan.endpoint, copied=True)
+            # A pool that is smaller than all of them would have to drop what could not be copied in time.
+            wait_for_tiers(plan.endpoint, copied=True)
     return report
 
 
@@ -73,9 +74,7 @@ def decode(plan: Plan) -> Report:
                 if time.monotonic() > give_up:
                     raise click.ClickException(f"of prompt {number}, {there} of {len(keys)} blocks are there")
                 time.sleep(_LOOK_S)
-            with engine.client.select(keys, timeout_s=PATIENCE_S):
-                pass  # what is below comes up before the copy begins
-            engine.load(keys, report)
+            engine.load(keys, report, PATIENCE_S)
     return report
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -36,6 +37,14 @@ def test_the_demo_at_its_smoke_size() -> None:
     assert "6 of 6 turns" in done.stdout
     assert "nothing is held" in done.stdout
     assert "\x1b" not in done.stdout
+    # The tiers below: all from disk after a restart, all from Redis at another daemon, or why not.
+    after = rows["after its restart"].split()[3:]
+    assert int(after[0]) == int(after[2]) + int(after[3]) > 0 and after[1] == after[4] == "0" != after[3]
+    if shutil.which("redis-server"):
+        other = rows["another daemon, another disk"].split()[4:]
+        assert other[0] == other[4] and other[1] == other[2] == other[3] == "0"
+    else:
+        assert "redis-server is not installed" in done.stdout
 
 
 def test_the_demo_refuses_a_pool_that_cannot_be() -> None:
