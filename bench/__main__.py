@@ -8,7 +8,7 @@ from typing import Final
 
 from bench.harness import ROOT
 
-BENCHES: Final = ("same_host", "acquire", "directory", "startup", "disk", "redis", "buffer")
+BENCHES: Final = ("same_host", "acquire", "directory", "startup", "disk", "redis", "remote", "buffer")
 
 
 def main(arguments: list[str]) -> int:

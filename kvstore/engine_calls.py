@@ -280,7 +280,14 @@ class EngineCalls:
         End it with release: with `remove` the blocks leave every tier, without it the next caller gets them; so it does
         where this session ends.
         """
-        return self._claim(keys, 0.0, kv_group, drop=True)[0]
+        lease, attached = self._claim(keys, 0.0, kv_group, drop=True)
+        if not isinstance(attached.arena, RemoteArena) or not lease.id:
+            return lease
+        try:
+            return self._fetched(attached, lease, kv_group, whole=True)
+        except BaseException:
+            self._release(attached, [lease.id], remove=False)
+            raise
 
     @contextlib.contextmanager
     def lease_extents(self, keys: Sequence[bytes], *, kv_group: int = 0) -> Iterator[dict[bytes, DiskExtent]]:

@@ -90,7 +90,7 @@ class Staging:
         """Frees places, named as they were handed out; those that are free or somebody else's by now are skipped."""
         with self._changed:
             for offset, epoch in zip(offsets, epochs, strict=True):
-                if int(self._epochs[offset // _PAGE_BYTES]) == epoch and offset in self._taken:
+                if offset in self._taken and int(self._epochs[offset // _PAGE_BYTES]) == epoch:
                     self._free.append((offset, offset + self._taken.pop(offset)))
             self._free.sort()
             merged: list[tuple[int, int]] = []

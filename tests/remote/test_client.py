@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 import kvstore
-from kvstore.errors import ForkedClient, LimitExceeded, NoMapping, RetryLater, StaleGeneration
+from kvstore.buffer import LookupBuffer, Pipe
+from kvstore.errors import EndOfPipe, ForkedClient, LimitExceeded, NoMapping, RetryLater, StaleGeneration
 from kvstore.remote import RemoteArena
 from kvstore.testing import make_block
 from tests.remote.conftest import NAMESPACE, SIZE, FarDaemon, check, far_daemon, names, put
@@ -320,3 +321,44 @@ def test_readers_and_writers_at_once_see_right_bytes(far: FarDaemon) -> None:
 def test_the_namespace_is_the_same_over_both_ways(far: FarDaemon) -> None:
     with far.connect() as client:
         assert client.namespace == NAMESPACE
+
+
+def test_a_claim_brings_its_blocks_or_leaves_them(far: FarDaemon) -> None:
+    keys = names(4, "claim")
+    with far.connect(staging_bytes=3 * SIZE) as client:
+        put(client, keys)
+        lease = client.claim(keys[:2])
+        assert isinstance(client.arena, RemoteArena)
+        for key, place in zip(keys, lease.offsets.tolist(), strict=False):
+            assert client.arena.as_numpy()[place : place + SIZE].tobytes() == make_block(key, SIZE)
+        assert len(client.claim(keys[:1]).offsets) == 0
+        client.release([lease], remove=True)
+        assert used(client) == 0 and client.lookup(keys[:1]) == 0
+        put(client, keys[:2])
+        with pytest.raises(RetryLater):
+            client.claim(keys)
+        assert client.release([client.claim(keys[:3])]) == 1
+
+
+def test_tensors_pass_between_hosts(far: FarDaemon) -> None:
+    tensors = [np.arange(count, dtype=np.float32).reshape(-1, 7) for count in (7, 7_000, 700_000)]
+    with Pipe("far", far.endpoint, timeout_s=PATIENCE_S) as receiver:
+        sender = Pipe("far", far.endpoint, timeout_s=PATIENCE_S)
+
+        def send() -> None:
+            for tensor in tensors:
+                sender.send_tensor(tensor)
+            sender.close(PATIENCE_S)
+
+        sending = threading.Thread(target=send)
+        sending.start()
+        for tensor in tensors:
+            assert np.array_equal(receiver.recv_tensor(PATIENCE_S), tensor)
+        with pytest.raises(EndOfPipe):
+            receiver.recv_tensor(PATIENCE_S)
+        sending.join(PATIENCE_S)
+    with LookupBuffer("far", far.endpoint, timeout_s=PATIENCE_S) as buffer:
+        tokens, roi = np.arange(10), np.ones(10, dtype=bool)
+        assert buffer.insert(tokens, roi, *tensors).wait(PATIENCE_S).stored == 1
+        entry = buffer.drop_select(tokens, roi)
+        assert all(np.array_equal(got, tensor) for got, tensor in zip(entry[-3:], tensors, strict=True))
