@@ -140,8 +140,12 @@ class KVStoreSpec(OffloadingSpec):
 
             return CpuCopyEngine(self._settings.settled_copy_threads())
         from engine_plugin.copy.cuda import CudaCopyEngine
+        from engine_plugin.copy.cudart import CudaError
 
-        return CudaCopyEngine(device, self._settings.copy_engine)
+        try:
+            return CudaCopyEngine(device, self._settings.copy_engine)
+        except CudaError as error:
+            raise ConfigError(f"kvstore cannot copy from and to {device}: {error}") from None
 
     def _side(self) -> Side:
         assert self.namespace.block_size is not None

@@ -189,8 +189,10 @@ class KVStoreWorker(OffloadingWorker):
                 else:
                     # From another host the bytes came checked.
                     problem = "epoch" if is_load and not is_far and not self._still_pinned(arena, spec) else ""
-            finally:
-                self._finished.append(_Outcome(job_id, spec, is_load, problem, size_bytes, seconds))
+            except Exception:  # raised further, it would end the engine
+                self.hook_errors["copy_over"] += 1
+                limited_log("over", logging.ERROR, "kvstore: the end of a copy could not be judged", exc_info=True)
+            self._finished.append(_Outcome(job_id, spec, is_load, problem, size_bytes, seconds))
 
         if isinstance(arena, RemoteArena):
             slots = spec.offsets.astype(np.uint64, copy=False), spec.epochs
