@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import os
 import struct
 from array import array
@@ -154,7 +155,8 @@ class Ledger:
         Raises:
             OSError: they do not.
         """
-        assert len(marks) // MARK_WORDS <= self.room
+        if len(marks) // MARK_WORDS > self.room:  # `recency` could not be written since the caller looked
+            raise OSError(errno.EAGAIN, f"{REMOVED_FILE}: no room")
         data = marks.tobytes()
         check = xxhash.xxh3_64_intdigest(data, seed=self._generation)
         group = _GROUP.pack(_GROUP_MAGIC, len(marks) // MARK_WORDS, self._generation, check) + data
