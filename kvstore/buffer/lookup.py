@@ -108,6 +108,7 @@ class LookupBuffer:
             input_tokens: Integers, one axis; None: only queries without tokens find it.
             roi: Mask over the tokens: booleans, or numbers above 0.5; None: all of them.
             key, value, hidden: Tensors or None. They are read until the ticket is done: do not change them before.
+                (Those that are not contiguous, or not in host memory, are copied here and now.)
 
         Returns:
             A ticket; its result has ``stored == 1``, or the reason in ``refused`` (`queue_full`: as much as max_bytes

@@ -178,5 +178,6 @@ class Receiver:
         self._stream = None
         self._seen, self._listed = self._client.watch(0, 0.0)
         self._client.release(self._pins)
-        self._client.delete([key for key in stream.keys(self._listed) if key != keep and key != stream.life])
+        kept = {keep, stream.life if stream.sender_lives(self._listed) else None}
+        self._client.delete([key for key in stream.keys(self._listed) if key not in kept])
         self._seen, self._listed = self._client.watch(0, 0.0)

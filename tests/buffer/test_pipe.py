@@ -239,6 +239,9 @@ def test_a_sender_that_dies_is_an_error_after_what_it_sent_and_the_next_one_goes
             sender.stdin.flush()  # type: ignore[union-attr]
             with pytest.raises(EndOfPipe):
                 pipe.recv_tensor(PATIENCE_S)
+            assert sender.wait(PATIENCE_S) == 0
+        with served.connect(namespace_of("pipe", name)) as client:  # nothing is left but the receiver's own end
+            assert [len(client.watch(0, 0, kv_group=group)[1]) for group in range(3)] == [1, 0, 0]
 
 
 def test_a_receiver_that_waits_learns_of_the_death_at_once(served: Daemon, name: str) -> None:
