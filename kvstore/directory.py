@@ -159,17 +159,21 @@ class Promotion:
     """A key on its way up.
 
     Attributes:
+        source: Name of the tier that it comes from.
         cancelled: Whether the key was removed meanwhile: what comes up is thrown away.
     """
 
-    __slots__ = ("cancelled", "group", "key", "keyspace", "offset", "parent")
+    __slots__ = ("cancelled", "group", "key", "keyspace", "offset", "parent", "source")
 
-    def __init__(self, key: bytes, keyspace: Keyspace, offset: int, parent: bytes | None, group: Share) -> None:
+    def __init__(
+        self, key: bytes, keyspace: Keyspace, offset: int, parent: bytes | None, group: Share, source: str
+    ) -> None:
         self.key = key
         self.keyspace = keyspace
         self.offset = offset
         self.parent = parent
         self.group = group
+        self.source = source
         self.cancelled = False
 
 

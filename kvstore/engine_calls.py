@@ -66,6 +66,7 @@ class Lease:
         offsets: Where they start in the mapping; as many as the run is long.
         epochs: Their epochs; compare with ArenaView.epochs_of after a copy, and discard it where they differ.
         pending: How many further keys are on their way up from a lower tier.
+        pending_from: Name of the slowest tier that they come from; empty: not known.
     """
 
     id: int
@@ -73,6 +74,7 @@ class Lease:
     offsets: Offsets
     epochs: Epochs
     pending: int
+    pending_from: str = ""
 
 
 class EngineCalls:
@@ -397,7 +399,14 @@ def digest_of(attached: Attached, expected: Namespace | None = None) -> bytes:
 
 
 def _lease(generation: bytes, grant: engine_pb2.Grant) -> Lease:
-    return Lease(grant.lease, generation, offsets_array(grant.offsets), epochs_array(grant.epochs), grant.pending)
+    return Lease(
+        grant.lease,
+        generation,
+        offsets_array(grant.offsets),
+        epochs_array(grant.epochs),
+        grant.pending,
+        grant.pending_from,
+    )
 
 
 def _packed_epochs(epochs: Epochs | None) -> bytes:

@@ -147,6 +147,11 @@ class Hierarchy:
             self.counts.misses["absent"] -= pending  # they are neither hit nor miss yet
         return lease, pending
 
+    def coming_from(self, keyspace: Keyspace, keys: Sequence[bytes]) -> str:
+        """Name of the slowest tier that keys are on their way up from; empty where none is, or has no room so far."""
+        sources = {coming.source for coming in map(keyspace.coming.get, keys) if coming is not None}
+        return next((tier.name for tier in reversed(self.transfers.tiers) if tier.name in sources), "")
+
     async def _promote(
         self, session: Session, keyspace: Keyspace, keys: Sequence[bytes], ready: int, *, from_peer: bool = False
     ) -> int:

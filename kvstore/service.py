@@ -251,14 +251,22 @@ class EngineService(_Servicer, engine_pb2_grpc.EngineServicer):
         return engine_pb2.AcquireReply(
             generation=self._generation + session.group.id,
             grants=[
-                self._granted(
-                    *await hierarchy.acquire_or_promote(
-                        session, keyspace, list(query.keys), request.request_id, from_peer=request.from_peer
-                    )
-                )
+                await self._acquire(session, keyspace, list(query.keys), request)
                 for keyspace, query in zip(keyspaces, request.queries, strict=True)
             ],
         )
+
+    async def _acquire(
+        self, session: Session, keyspace: Keyspace, keys: list[bytes], request: engine_pb2.AcquireRequest
+    ) -> engine_pb2.Grant:
+        hierarchy = self._hierarchy
+        lease, pending = await hierarchy.acquire_or_promote(
+            session, keyspace, keys, request.request_id, from_peer=request.from_peer
+        )
+        grant = self._granted(lease, pending)
+        if pending:
+            grant.pending_from = hierarchy.coming_from(keyspace, keys[grant.ready : grant.ready + pending])
+        return grant
 
     @_method
     async def Select(self, request: engine_pb2.SelectRequest, context: Any) -> Any:

@@ -304,7 +304,7 @@ class Transfers:
             source = sources[index]
             assert source is not None
             before = (keys[index - 1] if index else parent) if chained else None
-            promotion = Promotion(keys[index], keyspace, offset, before, group)
+            promotion = Promotion(keys[index], keyspace, offset, before, group, source.name)
             keyspace.coming[keys[index]] = promotion
             self.filling[offset] = promotion
             self._coming_bytes += slot_bytes

@@ -34,6 +34,7 @@ class Grant(Protocol):
     offsets: np.ndarray
     epochs: np.ndarray
     pending: int
+    pending_from: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -157,6 +158,7 @@ class Coming:
     Attributes:
         pins: What has come up so far.
         pending: Keys on their way when last asked.
+        tier: Name of the tier that they come from, as far as is known.
         due: Monotonic time to ask again.
         problem: Why nothing is held any more; empty if what has come up is good.
     """
@@ -165,6 +167,7 @@ class Coming:
         self.query = query
         self.pins = Pins.of(lease)
         self.pending = lease.pending
+        self.tier = lease.pending_from
         self.due = now + PAUSE_MIN_S
         self.problem = ""
         self._failed = False

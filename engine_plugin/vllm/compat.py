@@ -150,6 +150,11 @@ def _refuse(problems: list[str]) -> None:
         )
 
 
+def tells_of_sleep(connector: type) -> bool:
+    """Whether vLLM tells a connector that KV memory is about to be taken away (0.33 does, 0.32 does not)."""
+    return hasattr(connector, "unregister_kv_caches")
+
+
 def require_supported() -> None:
     """Both checks, against the vLLM that is installed."""
     import vllm

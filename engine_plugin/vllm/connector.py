@@ -83,6 +83,11 @@ class KVStoreConnector(OffloadingConnector):
         return connector
 
     def _prepare(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+        if vllm_config.model_config.enable_sleep_mode and not compat.tells_of_sleep(OffloadingConnector):
+            raise ConfigError(
+                "sleep mode takes KV memory away without a word to this version's connectors, while blocks may be "
+                "copied from and to it: use vLLM 0.33, or leave out --enable-sleep-mode"
+            )
         transfer = vllm_config.kv_transfer_config
         assert transfer is not None
         enclosing = enclosing_config()
@@ -133,6 +138,11 @@ class KVStoreConnector(OffloadingConnector):
         report.hook_errors.update(self.hook_errors)
         self.hook_errors.clear()
         return report
+
+    def unregister_kv_caches(self) -> None:
+        """Sleep mode takes KV memory away right after this call (vLLM 0.33); it comes back at the same addresses."""
+        if self.connector_worker is not None:
+            self._worker.finish()
 
     # -- scheduler process ---------------------------------------------------------------------------------------------
 

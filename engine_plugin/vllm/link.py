@@ -32,7 +32,7 @@ import numpy as np
 from engine_plugin.vllm.calls import Calls
 from engine_plugin.vllm.coming import NOTHING_EXPECTED, Coming, Grant, Pins, Query, Reply
 from engine_plugin.vllm.guard import limited_log
-from engine_plugin.vllm.rates import BELOW, LoadPolicy
+from engine_plugin.vllm.rates import LoadPolicy
 from engine_plugin.vllm.runs import gather, split
 from engine_plugin.vllm.stock import Slots, SlotStock
 
@@ -300,7 +300,7 @@ class DaemonLink:
         for query, (lease, problem) in zip(pinned, answers, strict=True):
             pins = Pins.of(lease) if lease is not None else None
             expected = lease is not None and query.expected.still(pins.leading if pins is not None else 0, self._now())
-            patience_s = self._patience_s(query, lease.pending) if lease is not None and lease.pending else 0.0
+            patience_s = self._patience_s(query, lease) if lease is not None and lease.pending else 0.0
             if lease is not None and (expected or patience_s > 0):
                 query.deadline = self._now() + query.silence_s
                 query.coming = True
@@ -320,11 +320,15 @@ class DaemonLink:
         self._answer_with_slots(replies)
         return unneeded
 
-    def _patience_s(self, query: Query, pending: int) -> float:
+    def _patience_s(self, query: Query, lease: Grant) -> float:
         """How long to wait at most for blocks that are on their way; 0: not at all."""
         if not query.wait:
             return 0.0
-        return min(self._coming_s, self._policy.wait_s(BELOW, pending)) if self._policy is not None else self._coming_s
+        return (
+            min(self._coming_s, self._policy.wait_s(lease.pending_from, lease.pending))
+            if self._policy is not None
+            else self._coming_s
+        )
 
     def _claim(self, replies: list[Reply]) -> list[Grant]:
         """Makes claims of pins, where that is wanted: what another engine has claimed is not there for this one.
@@ -371,7 +375,7 @@ class DaemonLink:
                 unneeded += coming.pins.leases if coming.pins is not None else ()
             elif coming.over(now):
                 if self._policy is not None and not coming.problem and coming.query.expected is NOTHING_EXPECTED:
-                    self._policy.note_coming(BELOW, coming.gained(), coming.waited_s(now))
+                    self._policy.note_coming(coming.tier, coming.gained(), coming.waited_s(now))
                 replies.append(Reply.of(coming.query, coming.pins, coming.problem, coming.pending))
             else:
                 kept.append(coming)

@@ -24,9 +24,6 @@ PREFILL_TOKENS_MIN: Final = 256
 #: Of the tokens of a step that is measured, at least this share is prefill.
 PREFILL_SHARE_MIN: Final = 0.9
 
-#: Name of what lies below the pool, where the daemon does not say which tier.
-BELOW: Final = "below"
-
 
 class Rate:
     """Seconds per unit, as a quotient of sums that fade: large measurements count more than small ones."""

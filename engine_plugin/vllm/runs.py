@@ -75,6 +75,7 @@ class Gathered:
     offsets: np.ndarray
     epochs: np.ndarray
     pending: int
+    pending_from: str
     places: np.ndarray
     leases: tuple[Grant, ...]
 
@@ -88,6 +89,7 @@ def gather(leases: Sequence[Grant], runs: Sequence[int]) -> Gathered:
         offsets=np.concatenate([lease.offsets for lease in leases]),
         epochs=np.concatenate([lease.epochs for lease in leases]),
         pending=sum(lease.pending for lease in leases),
+        pending_from=next((lease.pending_from for lease in leases if lease.pending_from), ""),
         places=np.array([begin + i for begin, lease in held for i in range(len(lease.offsets))], np.int64),
         leases=tuple(lease for _, lease in held),
     )

@@ -107,6 +107,11 @@ class KVStoreWorker(OffloadingWorker):
         self._far.wait([self._far_under_way[job_id] for job_id in job_ids if job_id in self._far_under_way])
 
     @guarded(nothing)
+    def finish(self) -> None:
+        """Returns once no copy touches KV memory any more."""
+        self._engine.wait(list(self._under_way.values()))
+
+    @guarded(nothing)
     def shutdown(self) -> None:
         self._far.close()
         self._engine.close()

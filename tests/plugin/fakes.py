@@ -23,6 +23,7 @@ class FakeLease:
     offsets: np.ndarray
     epochs: np.ndarray
     pending: int = 0
+    pending_from: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -252,6 +253,7 @@ class FakeClient:
                     (slots * SLOT_BYTES).astype(np.uint64),
                     daemon.arena.epochs[slots],
                     daemon.promote(keys[len(run) :]),
+                    "disk",
                 )
             )
         return leases

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from engine_plugin.vllm.rates import BELOW, PREFILL_TOKENS_MIN, PROBE_S, LoadPolicy, Rate, Steps
+from engine_plugin.vllm.rates import PREFILL_TOKENS_MIN, PROBE_S, LoadPolicy, Rate, Steps
 from engine_plugin.vllm.runs import hash_of
 from tests.plugin.engine_model import TOKENS, Engine, Request, stored
 
@@ -46,11 +46,11 @@ def test_a_rate_follows_what_is_measured_and_large_measurements_count_more() -> 
 
 def test_what_was_not_measured_counts_as_fast(policy: LoadPolicy) -> None:
     assert policy.loads(5)
-    assert policy.wait_s(BELOW, 5) == math.inf
+    assert policy.wait_s("disk", 5) == math.inf
     policy.note_step(1000, 1000, 1.0)  # 1 ms a token, 100 ms a block
     assert policy.loads(5)
     # Whoever tries waits no longer than computing would take.
-    assert policy.wait_s(BELOW, 5) == pytest.approx(0.5)
+    assert policy.wait_s("disk", 5) == pytest.approx(0.5)
 
 
 def test_the_pool_is_loaded_where_that_is_faster(policy: LoadPolicy) -> None:
@@ -94,9 +94,9 @@ def test_always_loads_everything(clock: Clock) -> None:
     policy = LoadPolicy(TOKENS_PER_BLOCK, clock, auto=False)
     policy.note_step(1000, 1000, 0.001)
     policy.note_load(10, copy_s=20.0, whole_s=20.0)
-    policy.note_coming(BELOW, 1, 20.0)
+    policy.note_coming("disk", 1, 20.0)
     assert policy.loads(1)
-    assert policy.wait_s(BELOW, 1) == math.inf
+    assert policy.wait_s("disk", 1) == math.inf
 
 
 def test_steps_that_overlap_are_timed_one_after_the_other(clock: Clock) -> None:
@@ -128,7 +128,7 @@ def waiting(ready: int, token_s: float | None, below_s: float | None = None) -> 
     if token_s is not None:
         engine.policy.note_step(1000, 1000, 1000 * token_s)
     if below_s is not None:
-        engine.policy.note_coming(BELOW, 10, 10 * below_s)
+        engine.policy.note_coming("disk", 10, 10 * below_s)
     return engine, engine.submit("request", keys)
 
 
@@ -165,7 +165,7 @@ def test_the_first_attempt_waits_as_long_as_computing_takes_and_is_remembered() 
     steps_until_it_goes_on(engine, request)
     assert 5 * TOKENS * 0.005 <= engine.time - began < 5 * TOKENS * 0.005 + 0.1
     assert engine.lookups.counts["misses", "late"] == 5
-    assert engine.policy.wait_s(BELOW, 5) == 0
+    assert engine.policy.wait_s("disk", 5) == 0
 
 
 def test_a_slow_pool_is_computed_and_its_pins_go_back() -> None:

@@ -108,6 +108,14 @@ def test_a_base_class_that_lost_a_parameter_is_refused() -> None:
         compat.require_signatures(find=lambda _name: Changed)
 
 
+def test_who_tells_of_sleep() -> None:
+    class Tells:
+        def unregister_kv_caches(self) -> None: ...
+
+    assert compat.tells_of_sleep(Tells)
+    assert not compat.tells_of_sleep(object)
+
+
 def test_a_hook_that_is_new_or_passes_more_is_refused() -> None:
     class Base(abc.ABC):
         @abc.abstractmethod

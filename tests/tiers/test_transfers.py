@@ -144,6 +144,8 @@ def test_promotion_answers_pending_then_ready(bench: Bench) -> None:
     with bench.tier.gate("read"):
         lease, pending = bench.ask(b"a", b"b", b"c", b"absent")
         assert pending == 2
+        assert bench.hierarchy.coming_from(bench.keyspace, [b"b", b"c"]) == bench.tier.name
+        assert bench.hierarchy.coming_from(bench.keyspace, [b"a", b"absent"]) == ""
         bench.check_lease(lease, b"a")
     bench.settle()
     lease, pending = bench.ask(b"a", b"b", b"c", b"absent")

@@ -38,10 +38,10 @@ class HeldCopies(CopyEngine):
 
     def use_pool(self, pool: Any) -> None: ...
 
-    def store(self, fragments: Fragments, then: Then) -> Any:
+    def store(self, fragments: Fragments, then: Then, *, beside_compute: bool = False) -> Any:
         return self._begin(False, fragments, then)
 
-    def load(self, fragments: Fragments, then: Then) -> Any:
+    def load(self, fragments: Fragments, then: Then, *, beside_compute: bool = False) -> Any:
         return self._begin(True, fragments, then)
 
     def _begin(self, is_load: bool, fragments: Fragments, then: Then) -> Any:

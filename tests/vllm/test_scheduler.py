@@ -197,6 +197,26 @@ def test_a_load_that_fails_is_computed_and_stored_copies_are_not_promised_again(
     assert one.failed_loads == 1
 
 
+def test_no_copy_is_under_way_when_the_engine_falls_asleep(rigs: Rigs, daemon: FakeDaemon) -> None:
+    rigs(role="kv_producer").answer("p", tokens(1))
+    before = set(daemon.blocks)
+    one = rigs()
+    one.add("loads", tokens(1))
+    one.add("stores", tokens(2))
+    for _ in range(10):
+        one.step()
+    assert one.copies.queues[True] and one.copies.queues[False]
+    for id_ in one.alive():
+        one.abort(id_)
+    one.reset(connector=True)
+    one.worker.unregister_kv_caches()  # vLLM takes the memory away now
+    assert not one.copies.queues[True] and not one.copies.queues[False]
+    one.memory.fill_(0)
+    one.settle()
+    assert set(daemon.blocks) <= before  # nothing of what was under way is published
+    assert one.answer("after", tokens(1))
+
+
 def test_a_store_that_fails_is_not_published(rigs: Rigs, daemon: FakeDaemon) -> None:
     one = rigs()
     one.copies.fail_next = 100

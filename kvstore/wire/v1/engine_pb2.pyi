@@ -168,18 +168,20 @@ class AcquireRequest(_message.Message):
     def __init__(self, session: _Optional[bytes] = ..., namespace: _Optional[bytes] = ..., queries: _Optional[_Iterable[_Union[Query, _Mapping]]] = ..., request_id: _Optional[int] = ..., from_peer: _Optional[bool] = ...) -> None: ...
 
 class Grant(_message.Message):
-    __slots__ = ("lease", "ready", "pending", "offsets", "epochs")
+    __slots__ = ("lease", "ready", "pending", "offsets", "epochs", "pending_from")
     LEASE_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
     PENDING_FIELD_NUMBER: _ClassVar[int]
     OFFSETS_FIELD_NUMBER: _ClassVar[int]
     EPOCHS_FIELD_NUMBER: _ClassVar[int]
+    PENDING_FROM_FIELD_NUMBER: _ClassVar[int]
     lease: int
     ready: int
     pending: int
     offsets: bytes
     epochs: bytes
-    def __init__(self, lease: _Optional[int] = ..., ready: _Optional[int] = ..., pending: _Optional[int] = ..., offsets: _Optional[bytes] = ..., epochs: _Optional[bytes] = ...) -> None: ...
+    pending_from: str
+    def __init__(self, lease: _Optional[int] = ..., ready: _Optional[int] = ..., pending: _Optional[int] = ..., offsets: _Optional[bytes] = ..., epochs: _Optional[bytes] = ..., pending_from: _Optional[str] = ...) -> None: ...
 
 class AcquireReply(_message.Message):
     __slots__ = ("generation", "grants")
