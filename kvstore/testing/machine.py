@@ -37,6 +37,8 @@ from kvstore.testing.time import FakeClock, SteppedLoop
 _MEMBERS_MAX: Final = 6
 #: Calls that wait at once.
 _WAITING_MAX: Final = 6
+#: Transfers from another host at once.
+_ARRIVING_MAX: Final = 3
 _CHAIN_LENGTH: Final = 10
 
 #: Three chains of keys that part after the third block.
@@ -160,6 +162,8 @@ class HierarchyMachine(RuleBasedStateMachine):
         #: Serial of what was last stored under a key and not removed since. The pool may have forgotten it.
         self.stored: dict[tuple[int, bytes], int] = {}
         self.spent: list[int] = []
+        #: Slots that bytes arrive in from another host, transfer by transfer.
+        self.arriving: list[list[int]] = []
 
     def _close(self) -> None:
         """Everyone leaves, in the order in which they came; nothing may be left over."""
@@ -169,6 +173,8 @@ class HierarchyMachine(RuleBasedStateMachine):
         self.waiting.clear()
         for member in list(self.members):
             self._end(member)
+        while self.arriving:
+            self.arrived(0)
         check_idle(self.hierarchy)
         while self.hierarchy.flush(None, 7):
             pass
@@ -294,6 +300,7 @@ class HierarchyMachine(RuleBasedStateMachine):
         self.seen[f"reserve {got.shortfall.value if got.shortfall else 'all'}"] += 1
         size = self.spaces[space].block_bytes
         for offset in got.offsets:
+            assert not self._arrives_in(offset), f"slot {offset} was handed out while bytes arrive in it"
             self.serial += 1
             self.bytes[offset : offset + size] = _content(self.serial, size)
             member.stock[offset] = (space, self.serial)
@@ -370,7 +377,7 @@ class HierarchyMachine(RuleBasedStateMachine):
         outcomes = []
         for offset, key in zip(offsets, keys, strict=True):
             where, serial = member.stock.get(offset, (None, 0))
-            if where != space:
+            if where != space or self._arrives_in(offset):
                 outcomes.append(Outcome.NOT_RESERVED)
                 continue
             del member.stock[offset]
@@ -393,6 +400,30 @@ class HierarchyMachine(RuleBasedStateMachine):
         asked = [*mine, mine[0], 1, *others[:1], *self._spent_for(member)[-1:]] if odd else mine
         own = [offset for offset in dict.fromkeys(asked) if member.stock.pop(offset, None)]
         assert self.hierarchy.abort(member.session, asked) == len(own)
+
+    @precondition(lambda self: any(member.stock for member in self.members) and len(self.arriving) < _ARRIVING_MAX)
+    @rule(who=_who, count=st.integers(1, 8), by_fellow=st.booleans())
+    def arrive(self, who: int, count: int, by_fellow: bool) -> None:
+        """A member of the group has the daemon receive bytes into slots. Several may, into the same ones."""
+        stocked = [member for member in self.members if member.stock]
+        member = stocked[who % len(stocked)]
+        fellows = [other for other in self.members if by_fellow and member.group and other.group == member.group]
+        writer = fellows[who % len(fellows)] if fellows else member
+        offsets = list(member.stock)[:count]
+        epochs = self.hierarchy.arrivals.epochs_of(offsets)
+        self.hierarchy.arrivals.begin(writer.session, offsets, epochs, 1)
+        self.arriving.append(offsets)
+        self.seen["arriving"] += 1
+
+    @precondition(lambda self: self.arriving)
+    @rule(which=_who)
+    def arrived(self, which: int) -> None:
+        """One of those transfers has ended; whoever held its slots may have gone long ago."""
+        self.seen["arrived in an orphan"] += bool(self.hierarchy.arrivals.orphans)
+        self.hierarchy.arrivals.finish(self.arriving.pop(which % len(self.arriving)))
+
+    def _arrives_in(self, offset: int) -> bool:
+        return any(offset in offsets for offsets in self.arriving)
 
     def _spent_for(self, member: _Member) -> list[int]:
         """Slots that were committed before. Not those that a call that still waits has taken for this member: it was

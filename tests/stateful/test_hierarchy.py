@@ -21,6 +21,8 @@ STEPS = 120
 #: What must have happened at least once, or the run has shown nothing about it.
 EXPECTED = (
     "commit EXISTS",
+    "arrived in an orphan",
+    "arriving",
     "commit NOT_RESERVED",
     "commit STORED",
     "deleted",
