@@ -307,8 +307,9 @@ def random_life(rig: SchedulerRig, daemon: FakeDaemon, rng: random.Random, event
                 if rng.random() < 0.05 and not rig.copies.queues[True]:
                     rig.reset(connector=True)
             case 13:
-                if rng.random() < 0.1 and daemon.up and daemon.blocks:
-                    daemon.trample(rng.choice(sorted(daemon.blocks)))
+                pinned = sorted(key for key, slot in daemon.blocks.items() if daemon.pins(slot))
+                if rng.random() < 0.5 and daemon.up and pinned:
+                    daemon.trample(rng.choice(pinned))
             case 14:
                 rig.time += rng.choice((0.1, 0.6, 1.0, 5.0))
             case 15 | 16 | 17 | 18 | 19:
