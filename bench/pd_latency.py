@@ -45,6 +45,7 @@ VOCABULARY: Final = range(2, 1000)
 #: Short: what an answer begins with is no part of what is measured.
 _OPENING_TOKENS: Final = 32
 _PERCENTILE: Final = 0.99
+_AMID: Final = ", among other prompts"
 #: How much longer a pause may be while prompts are computed elsewhere.
 GOAL: Final = 1.3
 
@@ -170,6 +171,22 @@ class Load:
         times = [at async for at in self._tokens(url, prompt, 1)]
         return times[0] - began
 
+    async def first_token_amid_s(self, url: str, prompts: str) -> float:
+        """The same, while an instance computes other prompts one after the other."""
+        busy, over = asyncio.Event(), asyncio.Event()
+
+        async def others() -> None:
+            while not over.is_set():
+                await self.first_token_s(prompts, self._sizes.prompt_tokens)
+                busy.set()
+
+        async with asyncio.TaskGroup() as group:
+            group.create_task(others())
+            await busy.wait()
+            took = await self.first_token_s(url, self._sizes.prompt_tokens)
+            over.set()
+        return took
+
     async def run(self, case: Case) -> None:
         """One round of a case."""
         sizes = self._sizes
@@ -208,23 +225,24 @@ class Load:
 
 
 async def measure(fleet: Fleet, sizes: Sizes) -> tuple[dict[str, Case], dict[str, list[float]]]:
-    """All cases, round by round in an order that changes, and times to the first token with nothing else going on."""
+    """All cases, round by round in an order that changes, and times to the first token without any answers."""
     cases = [
         Case("decode, idle", fleet.decode.url, None),
         Case("decode, while prefill works", fleet.decode.url, fleet.prefill.url),
         Case("mixed, idle", fleet.mixed.url, None),
         Case("mixed, while it prefills", fleet.mixed.url, fleet.mixed.url),
     ]
-    first: dict[str, list[float]] = {"prefill, then decode": [], "mixed": []}
-    urls = {"prefill, then decode": fleet.router.url, "mixed": fleet.mixed.url}
+    paths = {"prefill, then decode": (fleet.router.url, fleet.prefill.url), "mixed": (fleet.mixed.url, fleet.mixed.url)}
+    first: dict[str, list[float]] = {f"{name}{amid}": [] for name in paths for amid in ("", _AMID)}
     order = random.Random(1)
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None, sock_read=300)) as http:
         load = Load(http, sizes)
         for number in range(sizes.rounds + 1):
             for case in order.sample(cases, len(cases)):
                 await load.run(case)
-            for name, url in urls.items():
+            for name, (url, prompts) in paths.items():
                 first[name].append(await load.first_token_s(url, sizes.prompt_tokens))
+                first[f"{name}{_AMID}"].append(await load.first_token_amid_s(url, prompts))
             if number == 0:  # warms what is warmed by running
                 for case in cases:
                     case.p50.clear(), case.p99.clear(), case.prompt_s.clear()
@@ -261,7 +279,7 @@ def report_of(cases: dict[str, Case], first: dict[str, list[float]], loaded_toke
             "prompt_first_token_s": round(statistics.median(busy.prompt_s), 4),
         }
     for name, times in first.items():
-        report.rows.append((f"{name}, nothing else", "", "", "", "", _ms(times)))
+        report.rows.append((name, "", "", "", "", _ms(times)))
         report.figures.setdefault("first_token_s", {})[name] = round(statistics.median(times), 4)
     report.figures["loaded_tokens"] = int(loaded_tokens)
     return report
