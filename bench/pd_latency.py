@@ -44,6 +44,10 @@ PREFILL_CHUNK: Final = 4096
 VOCABULARY: Final = range(2, 1000)
 #: Short: what an answer begins with is no part of what is measured.
 _OPENING_TOKENS: Final = 32
+#: Longer than anybody watches; the engines take 4,608 tokens.
+_ANSWER_TOKENS: Final = 4500
+#: Far beyond a step of any of them: here a step takes seconds, and what is asked is how long the copies take to arrive.
+_PD_WAIT_S: Final = 60.0
 _PERCENTILE: Final = 0.99
 _AMID: Final = ", among other prompts"
 #: How much longer a pause may be while prompts are computed elsewhere.
@@ -57,14 +61,14 @@ class Sizes:
     Attributes:
         rounds: Rounds of all four cases.
         streams: Answers at a time.
-        tokens: Length of each answer.
+        seconds: How long pauses are watched in each case and round.
         prompt_tokens: Length of the prompts that are computed meanwhile.
         mixed_chunk: Most tokens of a step of the mixed instance.
     """
 
     rounds: int = 5
     streams: int = 2
-    tokens: int = 300
+    seconds: float = 8.0
     prompt_tokens: int = 2048
     mixed_chunk: int = 512
 
@@ -106,7 +110,7 @@ def running(sizes: Sizes, cores: Sequence[int]) -> Iterator[Fleet]:
         daemon = Daemon(folder)
         stack.callback(daemon.stop)
         daemon.start()
-        extra = {"kvstore.endpoint": daemon.endpoint}
+        extra = {"kvstore.endpoint": daemon.endpoint, "kvstore.pd_wait_s": _PD_WAIT_S}
         steps = ("--max-num-seqs", "32", "--max-num-batched-tokens")
         made = [
             vllm_server(
@@ -196,30 +200,33 @@ class Load:
 
         async def answer(index: int) -> None:
             prompt = self._unseen(_OPENING_TOKENS)
-            async for at in self._tokens(case.answers, prompt, sizes.tokens, min_tokens=sizes.tokens):
-                arrivals[index].append(at)
-                started[index].set()
-            over.set()
+            async with contextlib.aclosing(self._tokens(case.answers, prompt, _ANSWER_TOKENS)) as tokens:
+                async for at in tokens:
+                    arrivals[index].append(at)
+                    started[index].set()
 
         async def prompts(url: str) -> None:
             while not over.is_set():
                 case.prompt_s.append(await self.first_token_s(url, sizes.prompt_tokens))
 
         async with asyncio.TaskGroup() as group:
-            for index in range(sizes.streams):
-                group.create_task(answer(index))
+            answers = [group.create_task(answer(index)) for index in range(sizes.streams)]
             await asyncio.gather(*(event.wait() for event in started))
             begin = time.perf_counter()
             if case.prompts is not None:
                 group.create_task(prompts(case.prompts))
-        end = min(times[-1] for times in arrivals)
-        # Between the first token of all answers and the end of the first one: the same number of them all the time.
+            await asyncio.sleep(sizes.seconds)
+            over.set()
+            for task in answers:  # their connections close, and with them the requests
+                task.cancel()
         pauses = sorted(
             later - earlier
             for times in arrivals
             for earlier, later in itertools.pairwise(times)
-            if begin <= earlier and later <= end
+            if begin <= later  # the first pause with prompts begins before them
         )
+        if not pauses:
+            raise click.ClickException(f"{case.name}: no second token came within {sizes.seconds:.0f} s")
         case.p50.append(statistics.median(pauses))
         case.p99.append(pauses[min(len(pauses) - 1, int(len(pauses) * _PERCENTILE))])
 
@@ -301,7 +308,7 @@ def main(rounds: int, streams: int, prompt_tokens: int, mixed_chunk: int, smoke:
     """Measure pauses between tokens, with prefill elsewhere and on the same instance."""
     sizes = Sizes(rounds, streams, prompt_tokens=prompt_tokens, mixed_chunk=mixed_chunk)
     if smoke:
-        sizes = Sizes(rounds=1, streams=2, tokens=30, prompt_tokens=512, mixed_chunk=256)
+        sizes = Sizes(rounds=1, streams=2, seconds=5, prompt_tokens=512, mixed_chunk=256)
     cores = sorted(os.sched_getaffinity(0))[:2]
     if len(cores) < 2:
         raise click.ClickException("two cores are needed: one for prefill, one for decode")
@@ -311,8 +318,8 @@ def main(rounds: int, streams: int, prompt_tokens: int, mixed_chunk: int, smoke:
         loaded = fleet.decode.metric("vllm:external_prefix_cache_hits_total") - before
     report = report_of(cases, first, loaded)
     report.notes.append(
-        f"{sizes.rounds} rounds of {sizes.streams} answers of {sizes.tokens} tokens; prompts of {sizes.prompt_tokens} "
-        f"tokens, one after the other. Prefill on core {cores[0]} in steps of {PREFILL_CHUNK} tokens, decode on core "
+        f"{sizes.rounds} rounds of {sizes.seconds:.0f} s with {sizes.streams} answers at a time; prompts of "
+        f"{sizes.prompt_tokens} tokens, one after the other. Prefill on core {cores[0]} in steps of {PREFILL_CHUNK} tokens, decode on core "
         f"{cores[1]} in steps of {DECODE_CHUNK}, one thread each; mixed on both cores with two threads, in steps of "
         f"{sizes.mixed_chunk}."
     )
