@@ -319,9 +319,11 @@ def main(rounds: int, streams: int, prompt_tokens: int, mixed_chunk: int, smoke:
     report = report_of(cases, first, loaded)
     report.notes.append(
         f"{sizes.rounds} rounds of {sizes.seconds:.0f} s with {sizes.streams} answers at a time; prompts of "
-        f"{sizes.prompt_tokens} tokens, one after the other. Prefill on core {cores[0]} in steps of {PREFILL_CHUNK} tokens, decode on core "
-        f"{cores[1]} in steps of {DECODE_CHUNK}, one thread each; mixed on both cores with two threads, in steps of "
-        f"{sizes.mixed_chunk}."
+        f"{sizes.prompt_tokens} tokens, one after the other."
+    )
+    report.notes.append(
+        f"Prefill on core {cores[0]} in steps of {PREFILL_CHUNK} tokens, decode on core {cores[1]} in steps of "
+        f"{DECODE_CHUNK}, one thread each; mixed on both with two threads, in steps of {sizes.mixed_chunk}."
     )
     report.show({"settings": json.dumps(dataclasses.asdict(sizes))})
 
