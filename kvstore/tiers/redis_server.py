@@ -8,7 +8,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from redis.backoff import NoBackoff
@@ -213,14 +213,21 @@ class Cluster(Servers):
                     **self._settings,
                 )
                 return
-            before = list(self._manager.nodes_cache.values())
-            # Nodes that are known may all be gone, while those of the URL stand for new ones.
-            self._manager.initialize(
-                additional_startup_nodes_info=list(self._hosts), disconnect_startup_nodes_pools=False
-            )
-            for node in before:
-                if node.redis_connection is not None and self.is_gone(node.name, node.redis_connection.connection_pool):
-                    node.redis_connection.connection_pool.disconnect(inuse_connections=False)
+            # Nodes that are known may all be gone, while those of the URL stand for new ones. Given as additional ones,
+            # redis-py would open connections to them that nobody can close.
+            asked = {node.name: node for node in (_Node(host, port) for host, port in self._hosts)}
+            asked |= self._manager.startup_nodes | self._manager.nodes_cache
+            self._manager.startup_nodes = asked
+            self._manager.initialize(disconnect_startup_nodes_pools=False)
+            self._close_but(asked, self._manager.nodes_cache)
+
+    @staticmethod
+    def _close_but(nodes: Mapping[str, Any], kept: Mapping[str, Any]) -> None:
+        """Closes idle connections to nodes, but those that other nodes use too."""
+        used = [node.redis_connection for node in kept.values()]
+        for node in nodes.values():
+            if node.redis_connection is not None and node.redis_connection not in used:
+                node.redis_connection.connection_pool.disconnect(inuse_connections=False)
 
     def is_gone(self, node: str, pool: Any) -> bool:
         found = None if self._manager is None else self._manager.get_node(node_name=node)
@@ -243,6 +250,7 @@ class Cluster(Servers):
     def close(self) -> None:
         if self._manager is not None:
             self._manager.close()
+            self._close_but(self._manager.startup_nodes, self._manager.nodes_cache)
 
 
 def make_servers(address: RedisAddress, timeout_s: float, connections: int) -> Servers:
