@@ -134,10 +134,15 @@ def test_a_daemon_that_dies_ends_jobs_with_an_error(ranks: Ranks, daemon: Daemon
 # -- engines ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture(scope="module")
+def near(daemon: Daemon, engines: Callable[..., Engine]) -> Engine:
+    """An engine on the daemon's host."""
+    return engines("near", {"kvstore.endpoint": daemon.endpoint})
+
+
 def test_an_engine_without_a_local_daemon_loads_what_another_one_stored(
-    daemon: Daemon, engines: Callable[..., Engine], answers: Answers
+    daemon: Daemon, near: Engine, engines: Callable[..., Engine], answers: Answers
 ) -> None:
-    near = engines("near", {"kvstore.endpoint": daemon.endpoint})
     # Room for 8 blocks: loads of 12 go in pieces.
     other = engines("far", {"kvstore.endpoint": far(daemon), "kvstore.staging_bytes": 8 * BLOCK_BYTES})
     for engine in (near.ready(), other.ready()):
@@ -175,3 +180,26 @@ def test_an_engine_without_a_local_daemon_loads_what_another_one_stored(
     daemon.kill(signal.SIGKILL)
     assert other.generate(prompt(3))[0]["tokens"] == answers(prompt(3))
     daemon.start()
+
+
+def test_an_engine_loads_what_the_peer_of_its_daemon_has(
+    daemon: Daemon, near: Engine, engines: Callable[..., Engine], answers: Answers, tmp_path: Path
+) -> None:
+    """Two hosts with a daemon each: one engine stores on its own, the other one's daemon asks there."""
+    peer = far(daemon)
+    second = Daemon(tmp_path, flags=("--peer", peer, "--peer-deadline-s", "10"))
+    second.start()
+    try:
+        other = engines("asks", {"kvstore.endpoint": second.endpoint})
+        other.ready().generate(prompt(1000))
+        other.wait_storing(second)
+        near.wait_storing(daemon)
+        before = daemon.stored_blocks()
+        computed = near.generate(prompt(4))[0]
+        daemon.wait_stored(before + BLOCKS)
+        loaded = other.generate(prompt(4))[0]
+        assert computed["tokens"] == loaded["tokens"] == answers(prompt(4))
+        assert loaded["cached"] == BLOCKS * BLOCK_TOKENS
+        assert second.stats()["hits"]["peer"] >= BLOCKS
+    finally:
+        second.stop()
