@@ -41,7 +41,7 @@ def main() -> None:
         # gets from the one before.
         llm.collective_rpc(profile)
 
-    def generate(prompts: list[list[int]], max_tokens: int, transfer: dict[str, Any] | None) -> dict[str, Any]:
+    def generate(prompts: list[list[int]], max_tokens: int, transfer: dict[str, Any] | None = None) -> dict[str, Any]:
         parameters = SamplingParams(
             temperature=0.0,
             max_tokens=max_tokens,
