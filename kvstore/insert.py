@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import queue
 import threading
 from collections import Counter, deque
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
 _ROUND_BYTES: Final = 128 << 20
 #: Most blocks in one round, for small blocks.
 _ROUND_BLOCKS: Final = 1024
+#: From here on two threads copy a round: one does not reach the memory's limit, and the calls around the copy cost a
+#: millisecond.
+_SHARED_BYTES: Final = 32 << 20
 #: Tickets that may wait. The blocks belong to the caller until then, so this bounds what a forgetful caller keeps
 #: alive.
 _TICKETS_MAX: Final = 1024
@@ -183,8 +187,8 @@ class Inserter:
     # -- the thread ------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        # Calls of the next and of the last round overlap with the copying of this one.
-        with ThreadPoolExecutor(2, thread_name_prefix="kvstore-insert-call") as calls:
+        # Calls of the next and of the last round overlap with the copying of this one, in which a third may help.
+        with ThreadPoolExecutor(3, thread_name_prefix="kvstore-insert-call") as calls:
             while (job := self._queue.get()) is not None:
                 if isinstance(job, _Job):
                     try:
@@ -219,7 +223,7 @@ class Inserter:
                 end = len(keys) if got == len(missing) else int(missing[got])
                 counts["exists"] += int(slots.exists[:end].sum())
                 wanted = missing[missing < end]
-                self._copy(slots, [job.blocks[start + index] for index in wanted])
+                self._copy(slots, [job.blocks[start + index] for index in wanted], calls)
                 parent = job.keys[start + int(wanted[0]) - 1] if len(wanted) and start + int(wanted[0]) > 0 else None
                 committing = (slots, [keys[index] for index in wanted], parent, job.kv_group, counts)
                 settled = start + end
@@ -246,7 +250,7 @@ class Inserter:
     def _reserve(self, keys: Sequence[bytes], job: _Job) -> Reservation:
         return self._client.reserve_slots(len(keys), job.kv_group, _POPULATING_S, keys, job.namespace)[0]
 
-    def _copy(self, slots: Reservation, blocks: Sequence[Bytes]) -> None:
+    def _copy(self, slots: Reservation, blocks: Sequence[Bytes], calls: ThreadPoolExecutor) -> None:
         arena = self._client.arena
         if isinstance(arena, RemoteArena) and arena.generation == slots.generation:
             # From where the caller has them; no copy is made here.
@@ -265,8 +269,19 @@ class Inserter:
                 )
             return  # the daemon was restarted: the commit will say so
         pool = arena.as_numpy()
-        for offset, block in zip(slots.offsets.tolist(), blocks, strict=True):
-            np.copyto(pool[offset : offset + block.nbytes], block)
+        work = zip(slots.offsets.tolist(), blocks, strict=True)
+
+        def copy() -> None:
+            for offset, block in work:  # each pair goes to one thread: an iterator of C is one step
+                np.copyto(pool[offset : offset + block.nbytes], block)
+
+        nbytes = sum(block.nbytes for block in blocks)
+        helper = calls.submit(copy) if nbytes >= _SHARED_BYTES and len(os.sched_getaffinity(0)) > 1 else None
+        try:
+            copy()
+        finally:
+            if helper is not None and not helper.cancel():  # not begun, for calls that are in its way: nothing is left
+                helper.result()  # nothing is committed, and no caller may change its blocks, before both are through
 
     def _commit(
         self, slots: Reservation, keys: Sequence[bytes], parent: bytes | None, kv_group: int, counts: Counter[str]
