@@ -102,6 +102,7 @@ def facts_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, nested:
             for index, group in enumerate(kv_cache_config.kv_cache_groups)
             if (blocks := _window_blocks(group.kv_cache_spec)) is not None
         },
+        nested=nested,
     )
 
 
