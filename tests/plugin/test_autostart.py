@@ -2,31 +2,34 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import signal
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 import kvstore
 from engine_plugin.vllm.autostart import ensure_daemon, log_path
-from kvstore.errors import DaemonUnavailable
 
 
 @pytest.fixture
 def endpoint(tmp_path: Path) -> Iterator[str]:
     endpoint = f"unix:{tmp_path}/run/kvstore.sock"
     yield endpoint
-    with contextlib.suppress(DaemonUnavailable):
-        pid = pid_at(endpoint)
-        os.kill(pid, signal.SIGKILL)
-        deadline = time.monotonic() + 10
-        while os.path.exists(f"/proc/{pid}") and time.monotonic() < deadline:
-            time.sleep(0.01)
+    # Also one that lost the race, and may still be on its way to find the lock free.
+    started = [process for process in psutil.process_iter() if endpoint in command_of(process)]
+    for process in started:
+        process.kill()
+    psutil.wait_procs(started, timeout=60)
+
+
+def command_of(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
 
 
 def pid_at(endpoint: str) -> int:

@@ -97,7 +97,8 @@ def test_latents_are_stored_once_for_all_ranks(
 
 def test_replicas_share_blocks(daemon: Daemon, model: Path, folder: Path) -> None:
     """Data parallelism: what one replica stored the other one loads."""
-    server = vllm_server(model, folder, "replicas", {"kvstore.endpoint": daemon.endpoint}, "--data-parallel-size", "2")
+    extra = {"kvstore.endpoint": daemon.endpoint, "kvstore.load_policy": "always"}
+    server = vllm_server(model, folder, "replicas", extra, "--data-parallel-size", "2")
 
     def answer(replica: int, tokens: list[int]) -> str:
         body = {"model": "tiny", "prompt": tokens, "max_tokens": OUTPUT_TOKENS, "temperature": 0, "ignore_eos": True}
