@@ -165,10 +165,11 @@ def test_tools_and_structured_output_go_both_ways(fleet: Fleet) -> None:
 
 
 @pytest.mark.xfail(
-    reason="after requests with P/D parameters an idle prefill engine stores a plain prompt late", strict=False
+    reason="after some other requests it waits in vain, cause not found; alone it gets its blocks", strict=False
 )
 def test_a_decode_request_that_is_early_waits(fleet: Fleet, answers: Answers) -> None:
     ids = prompt(20)
+    answers(ids), answers(prompt(21))  # the engine without a cache takes its time, which is not to pass below
     hits, complete = fleet.hits(), fleet.outcomes(fleet.decode).get("complete", 0)
     lookups = fleet.decode.metric("vllm:kv_offload_lookup_sync_delay_seconds_count")
     with concurrent.futures.ThreadPoolExecutor() as pool:
