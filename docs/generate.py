@@ -14,7 +14,8 @@ from pathlib import Path
 import click
 
 from kvstore.cli import EXIT_CODE_HELP, kvstore
-from kvstore.config import FILE_ONLY, Limits, Settings, flag_of, variable_of
+from kvstore.config import Limits, Settings
+from kvstore.config_sources import FILE_ONLY, flag_of, variable_of
 from kvstore.metrics import FAMILIES
 
 FOLDER = Path(__file__).parent

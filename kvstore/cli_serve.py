@@ -11,7 +11,8 @@ from typing import Any
 
 import click
 
-from kvstore.config import CONFIG_VARIABLE, FLAGS, Origin, Settings, flag_of, gather, load_settings
+from kvstore.config import Settings
+from kvstore.config_sources import CONFIG_VARIABLE, FLAGS, Origin, flag_of, gather, load_settings
 
 
 def _settings_options(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -11,7 +11,8 @@ import click
 import pytest
 
 from kvstore.cli import ExitCode, kvstore
-from kvstore.config import FILE_ONLY, FLAGS, Limits, flag_of, variable_of
+from kvstore.config import Limits
+from kvstore.config_sources import FILE_ONLY, FLAGS, flag_of, variable_of
 from kvstore.metrics import FAMILIES
 from tests.ops.stats_sample import stats_sample
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import pydantic
 import pytest
 
-from kvstore.config import FLAGS, Limits, Settings, flag_of, gather, load_settings, parse_bytes, variable_of
+from kvstore.config import Limits, Settings, parse_bytes
+from kvstore.config_sources import FLAGS, flag_of, gather, load_settings, variable_of
 from kvstore.errors import ConfigError
 from kvstore.machine import Machine
 

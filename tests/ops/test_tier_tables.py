@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.config import Settings, gather, load_settings
+from kvstore.config import Settings
+from kvstore.config_sources import gather, load_settings
 from kvstore.errors import ConfigError
 from kvstore.machine import Machine
 from tests.ops.conftest import Run
