@@ -10,114 +10,41 @@ Use it as it is (``HierarchyMachine.TestCase``), or subclass it with other sizes
 
 from __future__ import annotations
 
-import asyncio
-import dataclasses
-import functools
 from collections import Counter
 from collections.abc import Coroutine, Sequence
 from typing import Any, ClassVar, Final
 
 import hypothesis.strategies as st
 import numpy as np
-import numpy.typing as npt
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvstore.arena import GRANULE_BYTES, Arena, Epochs
+from kvstore.arena import GRANULE_BYTES, Arena
 from kvstore.blocks import Namespace
 from kvstore.directory import Keyspace
 from kvstore.errors import InvalidRequest, UnknownSession
 from kvstore.hierarchy import Hierarchy, Outcome
-from kvstore.leases import Lease, Session
+from kvstore.leases import Lease
 from kvstore.pool import Reserved, Shortfall
 from kvstore.testing.books import check_idle, check_invariants
-from kvstore.testing.data import make_block
+from kvstore.testing.machine_parts import (
+    CHAINS,
+    MEMBERS_MAX,
+    Aim,
+    Held,
+    Member,
+    Waiting,
+    a_member,
+    a_space,
+    aims,
+    content,
+    key_runs,
+)
 from kvstore.testing.time import FakeClock, SteppedLoop
 
-#: Sessions at once; more would only make runs longer.
-_MEMBERS_MAX: Final = 6
 #: Calls that wait at once.
 _WAITING_MAX: Final = 6
 #: Transfers from another host at once.
 _ARRIVING_MAX: Final = 3
-_CHAIN_LENGTH: Final = 10
-
-#: Three chains of keys that part after the third block.
-_CHAINS: Final = tuple(
-    tuple(b"%d/%d" % (branch if index > 2 else 0, index) for index in range(_CHAIN_LENGTH)) for branch in range(3)
-)
-
-_who = st.integers(0, _MEMBERS_MAX - 1)
-_space = st.integers(0, 3)
-
-
-@st.composite
-def _runs(draw: st.DrawFn) -> tuple[bytes, list[bytes]]:
-    """A run of keys and the key before it."""
-    chain = draw(st.sampled_from(_CHAINS))
-    start = draw(st.sampled_from((0, 0, 0, 1, 2, 3, 5, 8)))
-    stop = min(_CHAIN_LENGTH, start + draw(st.integers(1, 5)))
-    return chain[start - 1] if start else b"", list(chain[start:stop])
-
-
-@dataclasses.dataclass(frozen=True)
-class _Aim:
-    """What a reader asks for: `length` keys of a chain, from one that is stored on (`hot`) or from anywhere."""
-
-    hot: bool
-    which: int
-    length: int
-
-
-_aims = st.builds(_Aim, st.sampled_from((True, True, True, False)), st.integers(0, 1 << 20), st.integers(1, 4))
-
-
-def _made(serial: int, size_bytes: int) -> npt.NDArray[np.uint8]:
-    return np.frombuffer(make_block(b"%d" % serial, size_bytes), dtype=np.uint8)
-
-
-_made_small = functools.lru_cache(maxsize=1024)(_made)
-_made_large = functools.lru_cache(maxsize=16)(_made)
-
-
-def _content(serial: int, size_bytes: int) -> npt.NDArray[np.uint8]:
-    """What is written into a slot."""
-    return _made_small(serial, size_bytes) if size_bytes < 1 << 17 else _made_large(serial, size_bytes)
-
-
-@dataclasses.dataclass
-class _Held:
-    """What a lease should show: of each block its key, its place and the serial of what was written there."""
-
-    lease: Lease
-    space: int
-    blocks: list[tuple[bytes, int, int]]
-    epochs: Epochs
-
-
-@dataclasses.dataclass
-class _Member:
-    """A session as its process sees it.
-
-    Attributes:
-        stock: Space and serial of each reserved slot, by offset.
-        held: By lease id.
-    """
-
-    session: Session
-    group: str
-    stock: dict[int, tuple[int, int]] = dataclasses.field(default_factory=dict)
-    held: dict[int, _Held] = dataclasses.field(default_factory=dict)
-
-
-@dataclasses.dataclass
-class _Waiting:
-    """A call that waits: a select, or a reserve where there are no keys."""
-
-    task: asyncio.Task[Any]
-    member: _Member
-    space: int
-    keys: list[bytes]
-    drop: bool
 
 
 class HierarchyMachine(RuleBasedStateMachine):
@@ -144,9 +71,9 @@ class HierarchyMachine(RuleBasedStateMachine):
         self.loop = SteppedLoop()
         self.clock = FakeClock()
         self.serial = 0
-        self.members: list[_Member] = []
-        self.lingering: list[_Member] = []
-        self.waiting: list[_Waiting] = []
+        self.members: list[Member] = []
+        self.lingering: list[Member] = []
+        self.waiting: list[Waiting] = []
         self._open()
 
     # -- lives of the pool -----------------------------------------------------------------------------------------
@@ -201,7 +128,7 @@ class HierarchyMachine(RuleBasedStateMachine):
         self.hierarchy.add_populated(granules * GRANULE_BYTES)
         self.loop.settle()
 
-    @rule(what=st.sampled_from(("restart", "flush", "flush all", "end", "end", "end", "end")), which=_who)
+    @rule(what=st.sampled_from(("restart", "flush", "flush all", "end", "end", "end", "end")), which=a_member)
     def upheaval(self, what: str, which: int) -> None:
         """What changes much at once. One rule, so that most steps go to daily work."""
         if what == "restart":
@@ -240,14 +167,14 @@ class HierarchyMachine(RuleBasedStateMachine):
         for group in groups:
             self.attach(group)
 
-    @precondition(lambda self: len(self.members) < _MEMBERS_MAX)
+    @precondition(lambda self: len(self.members) < MEMBERS_MAX)
     @rule(group=st.sampled_from(("", "engine", "engine", "sharing")))
     def attach(self, group: str) -> None:
         session = self.hierarchy.sessions.attach("machine", 1, group, self.SHARES[group])
         assert self.hierarchy.sessions.session(session.id) is session
-        self.members.append(_Member(session, group))
+        self.members.append(Member(session, group))
 
-    def _end(self, member: _Member) -> None:
+    def _end(self, member: Member) -> None:
         self.hierarchy.end_session(member.session)
         self.members.remove(member)
         self.seen["session ended"] += 1
@@ -258,13 +185,13 @@ class HierarchyMachine(RuleBasedStateMachine):
         else:
             self.lingering = [other for other in self.lingering if other.group != member.group]
 
-    def _member(self, who: int) -> _Member:
+    def _member(self, who: int) -> Member:
         return self.members[who % len(self.members)]
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
     @precondition(lambda self: self.members)
-    @rule(who=_who, space=_space, runs=st.lists(_runs(), min_size=1, max_size=4))
+    @rule(who=a_member, space=a_space, runs=st.lists(key_runs(), min_size=1, max_size=4))
     def store(self, who: int, space: int, runs: list[tuple[bytes, list[bytes]]]) -> None:
         """What insert does: as many slots as there are keys, filled and committed."""
         member = self._member(who)
@@ -275,7 +202,7 @@ class HierarchyMachine(RuleBasedStateMachine):
         self.loop.settle()
 
     @precondition(lambda self: self.members)
-    @rule(who=_who, space=_space, count=st.integers(1, 8))
+    @rule(who=a_member, space=a_space, count=st.integers(1, 8))
     def reserve(self, who: int, space: int, count: int) -> None:
         member = self._member(who)
         # Small blocks come in larger numbers.
@@ -287,13 +214,13 @@ class HierarchyMachine(RuleBasedStateMachine):
                 assert block.pins, f"{block.key!r} could have left for a reservation that was refused"
 
     @precondition(lambda self: self.members and len(self.waiting) < _WAITING_MAX)
-    @rule(who=_who, space=_space, count=st.integers(1, 8), wait_s=st.integers(1, 3))
+    @rule(who=a_member, space=a_space, count=st.integers(1, 8), wait_s=st.integers(1, 3))
     def reserve_within(self, who: int, space: int, count: int, wait_s: int) -> None:
         member = self._member(who)
         call = self.hierarchy.reserve_within(member.session, self.spaces[space], count, wait_s)
         self._start(call, member, space, [], False)
 
-    def _take(self, member: _Member, space: int, got: Reserved, count: int) -> None:
+    def _take(self, member: Member, space: int, got: Reserved, count: int) -> None:
         assert (len(got.offsets) < count) == (got.shortfall is not None)
         assert got.shortfall is not Shortfall.SHARE or self.SHARES[member.group]
         assert got.shortfall is not Shortfall.POPULATING or not self.arena.populated
@@ -302,14 +229,14 @@ class HierarchyMachine(RuleBasedStateMachine):
         for offset in got.offsets:
             assert not self._arrives_in(offset), f"slot {offset} was handed out while bytes arrive in it"
             self.serial += 1
-            self.bytes[offset : offset + size] = _content(self.serial, size)
+            self.bytes[offset : offset + size] = content(self.serial, size)
             member.stock[offset] = (space, self.serial)
 
     @precondition(lambda self: any(member.stock for member in self.members))
     @rule(
-        who=_who,
+        who=a_member,
         which=st.integers(0, 1 << 30),
-        run=_runs(),
+        run=key_runs(),
         odd=st.sampled_from((None, None, None, "foreign", "spent", "never", "twice", "elsewhere", "same key")),
     )
     def commit(self, who: int, which: int, run: tuple[bytes, list[bytes]], odd: str | None) -> None:
@@ -339,7 +266,7 @@ class HierarchyMachine(RuleBasedStateMachine):
         self.loop.settle()
 
     @precondition(lambda self: self.members and self.waiting)
-    @rule(which=_who, who=_who, then=st.sampled_from(("cancel", "end", "delete", "claim")), drop=st.booleans())
+    @rule(which=a_member, who=a_member, then=st.sampled_from(("cancel", "end", "delete", "claim")), drop=st.booleans())
     def answer(self, which: int, who: int, then: str, drop: bool) -> None:
         """What somebody waits for comes. Then something happens between the wake-up and the next step of who waited."""
         call = self.waiting[which % len(self.waiting)]
@@ -365,13 +292,13 @@ class HierarchyMachine(RuleBasedStateMachine):
             self._start(claim, member, space, call.keys, drop)
         self.loop.settle()
 
-    def _commit(self, member: _Member, space: int, offsets: list[int], keys: list[bytes], parent: bytes) -> None:
+    def _commit(self, member: Member, space: int, offsets: list[int], keys: list[bytes], parent: bytes) -> None:
         expected = self._expect(member, space, offsets, keys)
         outcomes = self.hierarchy.commit(member.session, self.spaces[space], offsets, keys, parent)
         assert outcomes == expected, f"{outcomes} instead of {expected}"
         self.seen.update(f"commit {outcome.name}" for outcome in outcomes)
 
-    def _expect(self, member: _Member, space: int, offsets: list[int], keys: list[bytes]) -> list[Outcome]:
+    def _expect(self, member: Member, space: int, offsets: list[int], keys: list[bytes]) -> list[Outcome]:
         """What a commit should answer; notes it as done."""
         present = {key for key in keys if self.hierarchy.lookup(self.spaces[space], [key])}
         outcomes = []
@@ -391,7 +318,7 @@ class HierarchyMachine(RuleBasedStateMachine):
         return outcomes
 
     @precondition(lambda self: any(member.stock for member in self.members))
-    @rule(who=_who, count=st.integers(1, 200), odd=st.booleans())
+    @rule(who=a_member, count=st.integers(1, 200), odd=st.booleans())
     def abort(self, who: int, count: int, odd: bool) -> None:
         stocked = [member for member in self.members if member.stock]
         member = stocked[who % len(stocked)]
@@ -402,7 +329,7 @@ class HierarchyMachine(RuleBasedStateMachine):
         assert self.hierarchy.abort(member.session, asked) == len(own)
 
     @precondition(lambda self: any(member.stock for member in self.members) and len(self.arriving) < _ARRIVING_MAX)
-    @rule(who=_who, count=st.integers(1, 8), by_fellow=st.booleans())
+    @rule(who=a_member, count=st.integers(1, 8), by_fellow=st.booleans())
     def arrive(self, who: int, count: int, by_fellow: bool) -> None:
         """A member of the group has the daemon receive bytes into slots. Several may, into the same ones."""
         stocked = [member for member in self.members if member.stock]
@@ -416,7 +343,7 @@ class HierarchyMachine(RuleBasedStateMachine):
         self.seen["arriving"] += 1
 
     @precondition(lambda self: self.arriving)
-    @rule(which=_who)
+    @rule(which=a_member)
     def arrived(self, which: int) -> None:
         """One of those transfers has ended; whoever held its slots may have gone long ago."""
         self.seen["arrived in an orphan"] += bool(self.hierarchy.arrivals.orphans)
@@ -425,7 +352,7 @@ class HierarchyMachine(RuleBasedStateMachine):
     def _arrives_in(self, offset: int) -> bool:
         return any(offset in offsets for offsets in self.arriving)
 
-    def _spent_for(self, member: _Member) -> list[int]:
+    def _spent_for(self, member: Member) -> list[int]:
         """Slots that were committed before. Not those that a call that still waits has taken for this member: it was
         not told of them, so it cannot name them but by accident.
         """
@@ -434,19 +361,19 @@ class HierarchyMachine(RuleBasedStateMachine):
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
-    def _aimed(self, aim: _Aim) -> tuple[int, list[bytes]]:
+    def _aimed(self, aim: Aim) -> tuple[int, list[bytes]]:
         """The space and the keys that an aim means now."""
         if aim.hot and self.stored:
             space, key = list(self.stored)[aim.which % len(self.stored)]
         else:
-            space, key = aim.which % len(self.spaces), _CHAINS[aim.which % 3][aim.which % _CHAIN_LENGTH]
-        chain = next(chain for chain in _CHAINS if key in chain)
+            space, key = aim.which % len(self.spaces), CHAINS[aim.which % 3][aim.which % len(CHAINS[0])]
+        chain = next(chain for chain in CHAINS if key in chain)
         start = chain.index(key)
         return space, list(chain[start : start + aim.length])
 
     @precondition(lambda self: self.members)
-    @rule(who=_who, aim=_aims)
-    def acquire(self, who: int, aim: _Aim) -> None:
+    @rule(who=a_member, aim=aims)
+    def acquire(self, who: int, aim: Aim) -> None:
         member = self._member(who)
         space, keys = self._aimed(aim)
         ready = self.hierarchy.lookup(self.spaces[space], keys)
@@ -455,8 +382,8 @@ class HierarchyMachine(RuleBasedStateMachine):
         self._hold(member, space, keys, lease)
 
     @precondition(lambda self: self.members and len(self.waiting) < _WAITING_MAX)
-    @rule(who=_who, aim=_aims, drop=st.booleans(), wait_s=st.sampled_from((0, 1, 2, 60)))
-    def select(self, who: int, aim: _Aim, drop: bool, wait_s: int) -> None:
+    @rule(who=a_member, aim=aims, drop=st.booleans(), wait_s=st.sampled_from((0, 1, 2, 60)))
+    def select(self, who: int, aim: Aim, drop: bool, wait_s: int) -> None:
         member = self._member(who)
         space, keys = self._aimed(aim)
         call = self.hierarchy.select(member.session, self.spaces[space], keys, drop=drop, wait_s=wait_s)
@@ -464,8 +391,8 @@ class HierarchyMachine(RuleBasedStateMachine):
         self.seen["select waits"] += bool(self.waiting and self.waiting[-1].keys is keys)
 
     @precondition(lambda self: self.members)
-    @rule(who=_who, aim=_aims, hold=st.booleans())
-    def take_away(self, who: int, aim: _Aim, hold: bool) -> None:
+    @rule(who=a_member, aim=aims, hold=st.booleans())
+    def take_away(self, who: int, aim: Aim, hold: bool) -> None:
         """What drop_select does where nobody has to wait. With `hold` a view outlives its with-block."""
         member = self._member(who)
         space, keys = self._aimed(aim)
@@ -475,10 +402,8 @@ class HierarchyMachine(RuleBasedStateMachine):
         if claims:
             self._release(member, claims[-1:], remove=True, hold=hold)
 
-    def _start(
-        self, call: Coroutine[Any, Any, Any], member: _Member, space: int, keys: list[bytes], drop: bool
-    ) -> None:
-        self.waiting.append(_Waiting(self.loop.create_task(call), member, space, keys, drop))
+    def _start(self, call: Coroutine[Any, Any, Any], member: Member, space: int, keys: list[bytes], drop: bool) -> None:
+        self.waiting.append(Waiting(self.loop.create_task(call), member, space, keys, drop))
         self.loop.settle()
         self._collect()
 
@@ -495,7 +420,7 @@ class HierarchyMachine(RuleBasedStateMachine):
                 self.seen["drop_select granted" if call.drop else "select granted"] += answer is not None
                 self._hold(call.member, call.space, call.keys, answer)
 
-    def _hold(self, member: _Member, space: int, keys: list[bytes], lease: Lease | None) -> None:
+    def _hold(self, member: Member, space: int, keys: list[bytes], lease: Lease | None) -> None:
         if lease is None:
             return
         offsets, epochs = self.hierarchy.locations(lease)
@@ -503,7 +428,7 @@ class HierarchyMachine(RuleBasedStateMachine):
         for key, offset in zip(keys, offsets.tolist(), strict=False):
             assert (space, key) in self.stored, f"{key!r} answers and was removed, or never stored"
             blocks.append((key, offset, self.stored[space, key]))
-        member.held[lease.id] = _Held(lease, space, blocks, epochs)
+        member.held[lease.id] = Held(lease, space, blocks, epochs)
 
     @precondition(lambda self: self.waiting)
     @rule(seconds=st.sampled_from((0.5, 1.0, 1.5)))
@@ -517,14 +442,14 @@ class HierarchyMachine(RuleBasedStateMachine):
         self._cancel(self.waiting[which % len(self.waiting)])
         self.loop.settle()
 
-    def _cancel(self, call: _Waiting) -> None:
+    def _cancel(self, call: Waiting) -> None:
         """The caller has gone, or its deadline is over."""
         call.task.cancel()
         self.waiting.remove(call)
         self.seen["select cancelled" if call.keys else "reserve cancelled"] += 1
 
     @precondition(lambda self: any(member.held for member in self.members))
-    @rule(who=_who, count=st.integers(1, 3), remove=st.booleans(), hold=st.booleans(), odd=st.booleans())
+    @rule(who=a_member, count=st.integers(1, 3), remove=st.booleans(), hold=st.booleans(), odd=st.booleans())
     def release(self, who: int, count: int, remove: bool, hold: bool, odd: bool) -> None:
         holding = [member for member in self.members if member.held]
         member = holding[who % len(holding)]
@@ -539,7 +464,7 @@ class HierarchyMachine(RuleBasedStateMachine):
             raise AssertionError("an ordinary reader removed blocks")
         self._release(member, chosen, remove=remove, hold=hold, odd=odd)
 
-    def _release(self, member: _Member, chosen: list[_Held], *, remove: bool, hold: bool, odd: bool = False) -> None:
+    def _release(self, member: Member, chosen: list[Held], *, remove: bool, hold: bool, odd: bool = False) -> None:
         ids = [held.lease.id for held in chosen]
         asked = [*ids, ids[0], 0, 1 << 60] if odd else ids
         removed = 0
@@ -557,12 +482,12 @@ class HierarchyMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.members)
     @rule(
-        who=_who,
-        aim=_aims,
+        who=a_member,
+        aim=aims,
         what=st.sampled_from(("acquire", "reserve", "select", "select late")),
         drop=st.booleans(),
     )
-    def forget(self, who: int, aim: _Aim, what: str, drop: bool) -> None:
+    def forget(self, who: int, aim: Aim, what: str, drop: bool) -> None:
         """A client gives a request up; the daemon hears of that after the request, while it waits, or before."""
         space, keys = self._aimed(aim)
         session, keyspace = self._member(who).session, self.spaces[space]
@@ -588,8 +513,8 @@ class HierarchyMachine(RuleBasedStateMachine):
 
     # -- operators -------------------------------------------------------------------------------------------------
 
-    @rule(aim=_aims)
-    def delete(self, aim: _Aim) -> None:
+    @rule(aim=aims)
+    def delete(self, aim: Aim) -> None:
         space, keys = self._aimed(aim)
         present = sum(self.hierarchy.lookup(self.spaces[space], [key]) for key in keys)
         assert self.hierarchy.delete(self.spaces[space], [*keys, keys[0]]) == present
@@ -630,13 +555,13 @@ class HierarchyMachine(RuleBasedStateMachine):
             for held in member.held.values():
                 self._check_bytes(held)
 
-    def _could_go_on(self, call: _Waiting) -> bool:
+    def _could_go_on(self, call: Waiting) -> bool:
         if not call.keys:
             return self.arena.populated
         blocks = [self.spaces[call.space].blocks.get(key) for key in call.keys]
         return all(block is not None and not (call.drop and block.claim) for block in blocks)
 
-    def _check_stock(self, member: _Member) -> None:
+    def _check_stock(self, member: Member) -> None:
         """A session's slots are those that it was told of, and nobody else writes into them."""
         unknown = member.session.reserved.keys() - member.stock.keys()
         reserving = any(call.member is member and not call.keys for call in self.waiting)
@@ -644,13 +569,13 @@ class HierarchyMachine(RuleBasedStateMachine):
         assert member.stock.keys() <= member.session.reserved.keys(), "a session lost slots"
         for offset, (space, serial) in member.stock.items():
             size = self.spaces[space].block_bytes
-            assert np.array_equal(self.bytes[offset : offset + size], _content(serial, size)), f"slot {offset} changed"
+            assert np.array_equal(self.bytes[offset : offset + size], content(serial, size)), f"slot {offset} changed"
 
-    def _check_bytes(self, held: _Held) -> None:
+    def _check_bytes(self, held: Held) -> None:
         size = self.spaces[held.space].block_bytes
         offsets, epochs = self.hierarchy.locations(held.lease)
         assert np.array_equal(epochs, held.epochs), "the epoch of a leased slot changed"
         assert offsets.tolist() == [offset for _, offset, _ in held.blocks], "a leased block moved"
         for key, offset, serial in held.blocks:
             shown = self.bytes[offset : offset + size]
-            assert np.array_equal(shown, _content(serial, size)), f"{key!r} shows wrong bytes"
+            assert np.array_equal(shown, content(serial, size)), f"{key!r} shows wrong bytes"
