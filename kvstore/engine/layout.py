@@ -19,10 +19,15 @@ from kvstore.tensors import Bytes, Library, TensorSpec, empty, spec_of, words_of
 #: Where the bytes of a tensor begin within a block: at a cache line, which suits every dtype.
 _ALIGNMENT: Final = 64
 
+#: Most bytes that one thread copies before it looks what is next.
+_PIECE_BYTES: Final = 1 << 20
+
 #: Tensors by layer.
 Layers: TypeAlias = Sequence[Sequence[Any]]
 #: The same as unsigned integers over the same memory.
 Words: TypeAlias = list[list[npt.NDArray[Any]]]
+#: Where to and where from: arrays of one shape.
+Piece: TypeAlias = tuple[npt.NDArray[Any], npt.NDArray[Any]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -137,10 +142,13 @@ class Layout:
         """
         return [[words_of(each) for each in layer] for layer in layers]
 
-    def load_layer(self, layer: int, targets: Words, first: int, pool: Bytes, offsets: Offsets) -> None:
-        """Copies a layer out of blocks; the first of them holds block `first` of the targets."""
+    def load_pieces(self, layer: int, targets: Words, first: int, pool: Bytes, offsets: Offsets) -> Iterator[Piece]:
+        """What is to be copied of a layer out of blocks; the first of them holds block `first` of the targets."""
         for target, view, tensor, blocks in self._pieces(layer, targets, pool, offsets):
-            np.copyto(self._blocks_of(target, tensor, first + blocks.start, first + blocks.stop), view)
+            outside = self._blocks_of(target, tensor, first + blocks.start, first + blocks.stop)
+            step = max(1, _PIECE_BYTES // tensor.bytes_of(self.block_tokens))
+            for start in range(0, len(view), step):
+                yield outside[start : start + step], view[start : start + step]
 
     def store_layer(self, layer: int, sources: Words, numbers: Sequence[int], pool: Bytes, offsets: Offsets) -> None:
         """Copies a layer into slots; slot i is for block `numbers[i]` of the sources."""

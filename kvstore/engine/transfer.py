@@ -10,8 +10,9 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, Final, Literal, Self
@@ -21,7 +22,8 @@ import xxhash
 
 from kvstore.blocks import Namespace
 from kvstore.client import connect
-from kvstore.engine.layout import KVTensor, Layers, Layout, Words
+from kvstore.engine.copying import LayerCopy
+from kvstore.engine.layout import KVTensor, Layers, Layout, Piece, Words
 from kvstore.engine.load import Load
 from kvstore.errors import ClientClosed, Damage, InvalidRequest, KVStoreError, RetryLater, StaleGeneration
 from kvstore.found import Found
@@ -36,6 +38,9 @@ HASHES: Final[dict[str, Callable[[bytes], bytes]]] = {
 }
 #: Bytes in one round of a store: reserve, copy, commit.
 _ROUND_BYTES: Final = 128 << 20
+#: From here on two threads copy a load. Heads lie apart in an engine's tensors, and with pieces of some KiB one thread
+#: reaches half of what memory gives it for long ones.
+_SHARED_BYTES: Final = 4 << 20
 #: How long a store waits for a pool that is being populated.
 _POPULATING_S: Final = 5.0
 #: Between two looks for a daemon while the constructor waits for one.
@@ -113,6 +118,7 @@ class KVTransfer:
             **{"client_name": f"engine:{model}", **options, "wait": False},
         )
         self._loads = ThreadPoolExecutor(1, thread_name_prefix="kvstore-engine-load")
+        self._helpers = ThreadPoolExecutor(1, thread_name_prefix="kvstore-engine-help")
         self._stores = ThreadPoolExecutor(1, thread_name_prefix="kvstore-engine-store")
         try:
             self._await_daemon(attach_s)
@@ -216,19 +222,38 @@ class KVTransfer:
                     if len(found) < len(rest):
                         raise StaleGeneration("blocks that were there when the load began are not any more")
                     runs.append(_Run(found, len(runs[0].found)))
-                for layer in range(len(targets)):
-                    load.check_wanted()
-                    for run in runs:
-                        self._layout.load_layer(
-                            layer, targets, run.first, run.found.arena.as_numpy(), run.found.offsets
-                        )
-                    if not all(run.found.intact() for run in runs):
-                        raise Damage("the bytes of a leased block changed while it was read: compute the whole prompt")
-                    load.advance()
+                self._copy_layers(load, targets, runs)
         except KVStoreError as error:
             load.fail(error)
         except Exception as error:  # a defect here must not leave an engine waiting for ever
             load.fail(Damage(f"the load failed, compute the whole prompt: {error!r}"))
+
+    def _copy_layers(self, load: Load, targets: Words, runs: list[_Run]) -> None:
+        def pieces_of(layer: int) -> Iterator[Piece]:
+            for run in runs:
+                pool = run.found.arena.as_numpy()
+                yield from self._layout.load_pieces(layer, targets, run.first, pool, run.found.offsets)
+
+        copy = LayerCopy(pieces_of, len(targets))
+        shared = load.tokens // self.block_tokens * self._layout.block_bytes >= _SHARED_BYTES
+        helper = self._helpers.submit(copy.help) if shared and len(os.sched_getaffinity(0)) > 1 else None
+        try:
+            for layer in range(len(targets)):
+                load.check_wanted()
+                if not copy.copy(layer):
+                    break
+                if not all(run.found.intact() for run in runs):
+                    raise Damage("the bytes of a leased block changed while it was read: compute the whole prompt")
+                load.advance()
+        finally:
+            # Nothing may be written to the tensors, nor read from the blocks, once this load is over.
+            copy.stop()
+            if helper is not None and helper.cancel():
+                helper = None
+            failed = helper.exception() if helper is not None else None
+            helper = None  # an error that is kept would keep itself
+        if failed is not None:
+            raise Damage(f"the load failed, compute the whole prompt: {failed!r}")
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
@@ -309,6 +334,7 @@ class KVTransfer:
     def close(self) -> None:
         """Finishes what is under way, and leaves. The blocks stay. May be called twice."""
         self._loads.shutdown()
+        self._helpers.shutdown()
         self._stores.shutdown()
         self._client.close()
 

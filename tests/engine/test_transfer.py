@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from kvstore.engine import KVTensor, KVTransfer
+from kvstore.engine.copying import LayerCopy
 from kvstore.engine.layout import Layout
 from kvstore.errors import ClientClosed, Damage, DeadlineExceeded, InvalidRequest, RetryLater, SizeMismatch
 from kvstore.found import Found
@@ -246,9 +247,60 @@ def test_a_defect_in_the_copy_ends_the_load(kv: KVTransfer, monkeypatch: pytest.
     def broken(*args: Any) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(Layout, "load_layer", broken)
+    monkeypatch.setattr(Layout, "load_pieces", broken)
     with pytest.raises(Damage, match="ZeroDivisionError"):
         kv.get(tokens).wait(PATIENCE_S)
+
+
+def test_two_threads_share_a_large_load_layer_by_layer() -> None:
+    """What one thread has left of a layer is waited for; what one fails at ends the load for both."""
+    layers, each = 5, 6
+    sources = np.arange(layers * each * 10).reshape(layers, each, 10)
+    targets = np.zeros_like(sources)
+    started, go = threading.Event(), threading.Event()
+
+    def pieces_of(layer: int) -> Iterator[Any]:
+        yield from zip(targets[layer], sources[layer], strict=True)
+
+    class Slow(LayerCopy):
+        def _copy(self, layer: int, piece: Any) -> None:
+            if threading.current_thread() is helper and not started.is_set():
+                started.set()
+                assert go.wait(PATIENCE_S)
+            super()._copy(layer, piece)
+
+    copy = Slow(pieces_of, layers)
+    helper = threading.Thread(target=copy.help)
+    helper.start()
+    assert started.wait(PATIENCE_S)  # with the first piece of the first layer in its hands
+    waiting = threading.Thread(target=copy.copy, args=(0,))
+    waiting.start()
+    eventually(lambda: (targets[0, 1:] == sources[0, 1:]).all(), "the others of that layer are copied")
+    assert waiting.is_alive() and not targets[0, 0].any()
+    go.set()
+    waiting.join(PATIENCE_S)
+    for layer in range(layers):
+        assert copy.copy(layer)
+        assert (targets[layer] == sources[layer]).all()
+    helper.join(PATIENCE_S)
+
+    bad = LayerCopy(lambda layer: [(np.zeros(2), np.zeros(3))], 2)
+    with pytest.raises(ValueError, match="broadcast"):
+        bad.help()
+    assert not bad.copy(0)
+
+
+def test_a_prompt_that_two_threads_copy_comes_back_right(served: Daemon) -> None:
+    tensor = KVTensor("float16", (2, None, 64), 2)
+    tokens = np.arange(1500)
+    computed = [[np.random.default_rng(index).random((2, 1500, 64)).astype(np.float16)] for index in range(16)]
+    with KVTransfer([[tensor]] * 16, model="large", block_tokens=100, endpoint=served.endpoint) as kv:
+        assert kv.put(tokens, computed).wait(PATIENCE_S).stored == 15
+        for _ in range(3):
+            load = kv.get(tokens)
+            for index, (loaded,) in enumerate(load.layers):
+                load.wait_layer(index, PATIENCE_S)
+                assert np.array_equal(loaded, computed[index][0])
 
 
 def test_a_daemon_that_is_away_costs_hits_only() -> None:
