@@ -321,11 +321,12 @@ class EngineCalls:
                 with contextlib.suppress(RetryLater):  # its session has gone, and the lease with it
                     self._release(attached, [reply.lease], remove=False)
 
-    def release(self, leases: Iterable[Lease], *, remove: bool = False) -> int:
+    def release(self, leases: Iterable[Lease], *, remove: bool = False, wait: bool = True) -> int:
         """Gives leases back, in one call; those of an earlier life of the daemon ended with it. Returns how many.
 
         Args:
             remove: Only for leases of claim: the blocks leave every tier.
+            wait: False: returns 0 as soon as the call is on its way. What this client asks later comes after it.
         """
         leases = list(leases)
         attached = self._connection.attached
@@ -336,7 +337,13 @@ class EngineCalls:
             for lease in leases:
                 attached.arena.discard(lease.offsets, lease.epochs)
         ids = [lease.id for lease in leases if lease.id and lease.generation == attached.generation]
-        return self._release(attached, ids, remove=remove) if ids else 0
+        if not ids:
+            return 0
+        if wait:
+            return self._release(attached, ids, remove=remove)
+        request = engine_pb2.ReleaseRequest(session=attached.session, leases=ids, remove=remove)
+        self._connection.post("Release", request, attached)
+        return 0
 
     def _release(self, attached: Attached, ids: Sequence[int], *, remove: bool) -> int:
         request = engine_pb2.ReleaseRequest(session=attached.session, leases=ids, remove=remove)

@@ -7,6 +7,7 @@ kernels too: what they need is short, and behind a large matrix product it would
 (registered or not) and each part goes the way that paths.choose names.
 
     staged     load:  copy engine, pool -> buffer; event; kernel, buffer -> KV memory; event frees the buffer
+                      (what fits into one buffer is on its way before the kernel's table is made)
                store: kernel, KV memory -> buffer; event; copy engine, buffer -> pool; event frees the buffer
                A direction has several buffers, so that copy engine and kernel work at the same time.
     batch      copy engine alone; queued by a thread where there are many fragments
@@ -40,8 +41,9 @@ STAGE_BYTES: Final = 16 << 20
 #: Of the streams, as CUDA counts: less is sooner, and 0 is what the model's kernels have.
 STORE_PRIORITY: Final = -1
 LOAD_PRIORITY: Final = -2
-#: Up to so many runs of a buffer are copied one by one, which costs the host less than a batch of as many.
-_SINGLE_COPIES_MAX: Final = 8
+#: Up to so many runs of a buffer are copied one by one; a batch costs the host as much as three copies, and the bus is
+#: busier between its copies.
+_SINGLE_COPIES_MAX: Final = 2
 #: Fragments of one batch call: some 130 us of the host, during which the driver lets nobody else launch.
 _BATCH_PART: Final = 256
 #: No program moves more than this of one fragment, so that few long fragments are spread as well.
@@ -173,9 +175,10 @@ class CudaCopyEngine(CopyEngine):
         registration = self._registration
         if registration is None:
             raise RuntimeError("no pool was given")
-        with torch.cuda.device(self.device):
-            beside_compute = beside_compute or not torch.cuda.current_stream().query()
-            job = Job(then, fragments.size_bytes, registration)
+        with self._current():
+            writing = torch.cuda.current_stream()
+            beside_compute = beside_compute or not writing.query()
+            job = Job(then, fragments.size_bytes, registration, writing)
             known = registration.registered_bytes
             if known and not self._mapped:
                 address = registration.pool.address
@@ -192,6 +195,12 @@ class CudaCopyEngine(CopyEngine):
                 job.error = error
                 job.parts += [(mark(stream), mark(stream)) for stream in (lane.copies, lane.kernels)]
         return job
+
+    def _current(self) -> contextlib.AbstractContextManager[object]:
+        """Makes the device the current one, where it is not: that costs as much as a copy."""
+        if torch.cuda.current_device() == self.device.index:
+            return contextlib.nullcontext()
+        return torch.cuda.device(self.device)
 
     def _queue(
         self, lane: Lane, job: Job, fragments: Fragments, known: int, is_load: bool, beside_compute: bool
@@ -223,8 +232,11 @@ class CudaCopyEngine(CopyEngine):
                 staging=lane.stage is not None,
                 mapped=self._mapped,
                 beside_compute=beside_compute,
+                is_load=is_load,
             )
-        if path == "staged" and lane.stage is not None and int(fast.size.max()) <= lane.stage_bytes:
+        if path == "staged" and is_load and lane.stage is not None and fast.size_bytes <= lane.stage_bytes:
+            self._queue_window(lane, job, fast)
+        elif path == "staged" and lane.stage is not None and int(fast.size.max()) <= lane.stage_bytes:
             self._queue_staged(lane, job, fast, is_load)
         elif path == "kernel" and self._mapped:
             self._queue_kernel(lane, job, fast, is_load)
@@ -232,6 +244,33 @@ class CudaCopyEngine(CopyEngine):
             path = "batch"
             self._queue_batch(lane, job, fast, lane.copies, is_load, threaded=len(fast) > _BATCH_PART)
         self._bytes[path] += fast.size_bytes
+
+    def _queue_window(self, lane: Lane, job: Job, fragments: Fragments) -> None:
+        """Queues a load that one buffer holds. Nothing that can wait comes before the copy: what a single block takes
+        is what the host does until then, and the bus.
+        """
+        assert lane.stage is not None
+        buffer = lane.turn
+        lane.turn = (buffer + 1) % STAGES
+        in_stage = np.cumsum(fragments.size) - fragments.size
+        in_stage += np.uint64(lane.stage.data_ptr() + buffer * lane.stage_bytes)
+        first, run_bytes = runs.runs_of(fragments, np.zeros(1, np.int64))
+        whole = runs.cut_at_borders(
+            Fragments(in_stage[first], fragments.pool[first], run_bytes),
+            job.registration.pool.address,
+            self._chunk_bytes,
+        )
+        lane.copies.wait_event(lane.emptied[buffer])
+        started = mark(lane.copies)
+        self._copy_runs(lane.copies, whole.kv, whole.pool, whole.size, still=True)
+        lane.filled[buffer].record(lane.copies)
+        pieces = runs.split(Fragments(fragments.kv, in_stage, fragments.size), _PIECE_BYTES)
+        launch = self._launcher(lane, job, pieces, True, STAGED, read_from_host=self._reads_tables)
+        lane.kernels.wait_event(job.ready)
+        lane.kernels.wait_event(lane.filled[buffer])
+        launch(0, len(pieces))
+        lane.emptied[buffer].record(lane.kernels)
+        job.parts.append((started, mark(lane.kernels)))
 
     def _queue_staged(self, lane: Lane, job: Job, fragments: Fragments, is_load: bool) -> None:
         assert lane.stage is not None
@@ -398,10 +437,13 @@ class CudaCopyEngine(CopyEngine):
         rows = table.numpy().view(np.uint64)
         rows[0], rows[1] = (pieces.kv, pieces.pool) if is_load else (pieces.pool, pieces.kv)
         np.floor_divide(pieces.size, np.uint64(kernels.word_size(aligned)), out=rows[2])
-        with torch.cuda.stream(lane.kernels):
-            read = table if read_from_host else table.to(self.device, non_blocking=True)
-            mover = self._mover(aligned, common, tuning)
-        job.keep += [table, read]
+        job.keep.append(table)
+        read = table
+        if not read_from_host:
+            with torch.cuda.stream(lane.kernels):
+                read = table.to(self.device, non_blocking=True)
+            job.keep.append(read)
+        mover = self._mover(aligned, common, tuning)
         stream = lane.kernels.cuda_stream
         return lambda first, end: mover(read, first, end, tuning.programs, stream)
 

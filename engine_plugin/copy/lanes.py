@@ -26,13 +26,12 @@ class Job:
 
     __slots__ = ("error", "futures", "keep", "layers", "over", "parts", "ready", "registration", "size_bytes", "then")
 
-    def __init__(self, then: Then, size_bytes: int, registration: Registration) -> None:
+    def __init__(self, then: Then, size_bytes: int, registration: Registration, writing: torch.cuda.Stream) -> None:
         self.then = then
         self.size_bytes = size_bytes
         self.registration = registration
         #: What was on the caller's stream before is over.
-        self.ready = torch.cuda.Event(enable_timing=True)
-        self.ready.record()
+        self.ready = mark(writing)
         self.parts: list[Part] = []
         self.futures: list[concurrent.futures.Future[Part]] = []  # parts that a thread is queueing
         self.layers: list[torch.cuda.Event] = []

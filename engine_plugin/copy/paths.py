@@ -23,12 +23,20 @@ STAGED_RUN_BYTES_MIN: Final = 256 << 10
 #: Beside the model's own kernels the batch call is taken from this mean fragment on: it costs them nothing, and three
 #: quarters of the bus. The other ways slow a large matrix product by 5 to 10 % and, for `kernel`, by a factor of 3.
 BESIDE_FRAGMENT_BYTES_MIN: Final = 32 << 10
-#: Below this, a job is over before the two steps of `staged` pay: one launch is all that `kernel` takes.
-STAGED_JOB_BYTES_MIN: Final = 32 << 20
+#: Below this, a store is over before the two steps of `staged` pay: one launch is all that `kernel` takes. A load is
+#: faster staged whatever its size, as the bus is busy while the host makes the kernel's table.
+STAGED_STORE_BYTES_MIN: Final = 32 << 20
 
 
 def choose(
-    size_bytes: int, fragments: int, mean_run_bytes: int, *, staging: bool, mapped: bool, beside_compute: bool
+    size_bytes: int,
+    fragments: int,
+    mean_run_bytes: int,
+    *,
+    staging: bool,
+    mapped: bool,
+    beside_compute: bool,
+    is_load: bool,
 ) -> Path:
     """The best path for registered memory: the fastest, or beside the model's kernels one that does not slow them.
 
@@ -41,6 +49,5 @@ def choose(
         return "batch"
     if not mapped:
         return "staged" if staging else "batch"
-    if staging and (size_bytes >= STAGED_JOB_BYTES_MIN or beside_compute) and mean_run_bytes >= STAGED_RUN_BYTES_MIN:
-        return "staged"
-    return "kernel"
+    pays = is_load or beside_compute or size_bytes >= STAGED_STORE_BYTES_MIN
+    return "staged" if staging and pays and mean_run_bytes >= STAGED_RUN_BYTES_MIN else "kernel"

@@ -51,7 +51,8 @@ PREFILL_CHUNK_MIN: Final = 32
 #: How long a step that has nothing to compute gives way to other threads while a request waits for an answer, which
 #: ends it. Without this the engine would ask itself the same over and over.
 GIVE_WAY_S: Final = 0.005
-#: The same while a load is under way, of whose end only another step learns.
+#: The same while a load is under way, of whose end only another step learns. Not where the engine has paused by itself
+#: since the step before, as its loop does in a process of its own.
 GIVE_WAY_LOADING_S: Final = 0.0005
 
 
@@ -141,6 +142,7 @@ class KVStoreManager(OffloadingManager):
         #: Request -> by group, end token and key of its last load or store.
         self._last_offered: dict[str, dict[int, tuple[int, OffloadKey]]] = {}
         self._alive: dict[str, ReqContext] = {}
+        self._gave_way_at = 0.0
         self._counts: Counter[tuple[str, str]] = Counter()
         self.hook_errors: Counter[str] = Counter()
 
@@ -155,9 +157,11 @@ class KVStoreManager(OffloadingManager):
     def give_way(self) -> None:
         """Where a request waits for an answer or a load: lets other threads of this process run, for a moment."""
         if self._lookups.loading():
-            self._link.wait_answer(GIVE_WAY_LOADING_S)
+            if time.monotonic() - self._gave_way_at < 2 * GIVE_WAY_LOADING_S:
+                self._link.wait_answer(GIVE_WAY_LOADING_S)
         elif self._lookups.waiting():
             self._link.wait_answer(GIVE_WAY_S)
+        self._gave_way_at = time.monotonic()
 
     @guarded(lambda _self: False)
     def has_pending_work(self) -> bool:

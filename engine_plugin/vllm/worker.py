@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import threading
 from collections import Counter, deque
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -22,7 +24,7 @@ from vllm.v1.kv_offload.base import (
 from engine_plugin.copy.contract import Copy, CopyEngine, Fragments
 from engine_plugin.vllm.far import FarCopies, FarCopy
 from engine_plugin.vllm.guard import guarded, limited_log, nothing
-from engine_plugin.vllm.layout import RankLayout, copies_of
+from engine_plugin.vllm.layout import RankLayout, copies_of, pieces_of
 from engine_plugin.vllm.messages import SlotSpec, WorkerReport
 from kvstore.errors import RetryLater, StaleGeneration
 from kvstore.remote import RemoteArena
@@ -36,6 +38,35 @@ class _Outcome:
     problem: str
     size_bytes: int
     time_s: float
+
+
+class _Together:
+    """Several copies that are one job: it is over when all of them are, and as good as the worst of them.
+
+    Threads: `over` on whichever the engine has.
+    """
+
+    def __init__(self, over: Callable[[float, BaseException | None], None]) -> None:
+        self._over = over
+        self._lock = threading.Lock()
+        self._left = 1  # the caller's own, until all are begun
+        self._seconds = 0.0
+        self._error: BaseException | None = None
+
+    def one_more(self) -> None:
+        """Another copy is about to begin."""
+        with self._lock:
+            self._left += 1
+
+    def over(self, seconds: float, error: BaseException | None) -> None:
+        """One of them is over."""
+        with self._lock:
+            self._left -= 1
+            self._seconds += seconds
+            self._error = self._error or error
+            if self._left:
+                return
+        self._over(self._seconds, self._error)
 
 
 class KVStoreWorker(OffloadingWorker):
@@ -61,7 +92,7 @@ class KVStoreWorker(OffloadingWorker):
         self._engine = engine
         self._far = FarCopies(engine)
         self._rank = rank
-        self._under_way: dict[int, Copy] = {}
+        self._under_way: dict[int, list[Copy]] = {}
         self._far_under_way: dict[int, FarCopy] = {}
         self._finished: deque[_Outcome] = deque()
         self._last_attached: bytes | None = None
@@ -103,13 +134,13 @@ class KVStoreWorker(OffloadingWorker):
 
     @guarded(nothing)
     def wait(self, job_ids: set[int]) -> None:
-        self._engine.wait([self._under_way[job_id] for job_id in job_ids if job_id in self._under_way])
+        self._engine.wait([copy for job_id in job_ids for copy in self._under_way.get(job_id, ())])
         self._far.wait([self._far_under_way[job_id] for job_id in job_ids if job_id in self._far_under_way])
 
     @guarded(nothing)
     def finish(self) -> None:
         """Returns once no copy touches KV memory any more."""
-        self._engine.wait(list(self._under_way.values()))
+        self._engine.wait([copy for copies in self._under_way.values() for copy in copies])
 
     @guarded(nothing)
     def shutdown(self) -> None:
@@ -177,11 +208,6 @@ class KVStoreWorker(OffloadingWorker):
         if not len(spec.offsets) and not len(kv_spec.block_ids):
             self._finished.append(_Outcome(job_id, spec, is_load, "", 0, 0.0))
             return ""
-        kv, pool, size = self._fragments(kv_spec, spec, is_load)
-        if not len(size):  # other ranks hold these bytes too, and it is their turn
-            self._finished.append(_Outcome(job_id, spec, is_load, "", 0, 0.0))
-            return ""
-        size_bytes = int(size.sum())
         is_far = isinstance(arena, RemoteArena)
 
         def over(seconds: float, error: BaseException | None) -> None:
@@ -199,40 +225,54 @@ class KVStoreWorker(OffloadingWorker):
                 limited_log("over", logging.ERROR, "kvstore: the end of a copy could not be judged", exc_info=True)
             self._finished.append(_Outcome(job_id, spec, is_load, problem, size_bytes, seconds))
 
+        size_bytes = 0
+        job = (
+            kv_spec.block_ids,
+            list(kv_spec.group_sizes),
+            list(kv_spec.block_indices),
+            spec.offsets.astype(np.uint64, copy=False),
+        )
         if isinstance(arena, RemoteArena):
-            slots = spec.offsets.astype(np.uint64, copy=False), spec.epochs
+            kv, pool, size = copies_of(self._layout, *job, is_load=is_load)
+            if not len(size):  # other ranks hold these bytes too, and it is their turn
+                over(0.0, None)
+                return ""
+            size_bytes = int(size.sum())
+            slots = job[-1], spec.epochs
             self._far_under_way[job_id] = self._far.begin(arena, slots, (kv, pool, size), over, is_load=is_load)
             return ""
         if len(spec.offsets) and int(spec.offsets.max()) + self._layout.format.slot_bytes > arena.size_bytes:
             raise ValueError("a slot lies outside of the pool")
-        pool = pool + np.uint64(arena.address)
-        fragments = Fragments(*(np.ascontiguousarray(array, np.uint64) for array in (kv, pool, size)))
         self._engine.use_pool(arena)
         begin = self._engine.load if is_load else self._engine.store
-        self._under_way[job_id] = begin(fragments, over, beside_compute=self.beside_compute)
+        together = _Together(over)
+        copies = self._under_way[job_id] = []
+        problem: BaseException | None = None
+        try:
+            for piece in pieces_of(self._layout, *job) if is_load else [job]:
+                kv, pool, size = copies_of(self._layout, *piece, is_load=is_load)
+                if not len(size):
+                    continue
+                size_bytes += int(size.sum())
+                pool = pool + np.uint64(arena.address)
+                fragments = Fragments(*(np.ascontiguousarray(array, np.uint64) for array in (kv, pool, size)))
+                together.one_more()
+                try:
+                    copies.append(begin(fragments, together.over, beside_compute=self.beside_compute))
+                except BaseException as error:
+                    together.over(0.0, error)  # nothing was begun
+                    raise
+        except Exception as error:
+            if not copies:
+                raise
+            problem = error  # what was begun still writes: the job ends with it
+        together.over(0.0, problem)
         return ""
 
     @staticmethod
     def _still_pinned(arena: Any, spec: SlotSpec) -> bool:
         """After the copy: whether the slots were the pinned ones all along."""
         return np.array_equal(arena.epochs_of(spec.offsets), spec.epochs)
-
-    def _fragments(
-        self, kv_spec: GPULoadStoreSpec, spec: SlotSpec, is_load: bool
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Every fragment of a job: address in KV memory, offset in the pool, size.
-
-        Raises:
-            ValueError: blocks and slots do not fit each other.
-        """
-        return copies_of(
-            self._layout,
-            kv_spec.block_ids,
-            list(kv_spec.group_sizes),
-            list(kv_spec.block_indices),
-            spec.offsets.astype(np.uint64, copy=False),
-            is_load=is_load,
-        )
 
     def _note(self, outcome: _Outcome) -> None:
         spec = outcome.spec

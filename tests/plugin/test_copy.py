@@ -106,6 +106,8 @@ def test_words_are_as_wide_as_everything_is_aligned(value: int, aligned: int) ->
         (1 << 30, 16_384, 64 << 10, {}, "kernel"),
         (1 << 30, 128, 8 << 20, {}, "batch"),
         (8 << 20, 128, 8 << 20, {}, "kernel"),
+        (8 << 20, 128, 8 << 20, {"is_load": True}, "staged"),
+        (8 << 20, 128, 64 << 10, {"is_load": True}, "kernel"),
         (1 << 30, 16_384, 8 << 20, {"beside_compute": True}, "batch"),
         (1 << 27, 16_384, 8 << 20, {"beside_compute": True}, "staged"),
         (1 << 20, 128, 1 << 20, {"beside_compute": True}, "staged"),
@@ -117,7 +119,7 @@ def test_words_are_as_wide_as_everything_is_aligned(value: int, aligned: int) ->
 def test_the_path_goes_by_what_is_long(
     size: int, fragments: int, run: int, options: dict[str, bool], path: str
 ) -> None:
-    options = {"staging": True, "mapped": True, "beside_compute": False, **options}
+    options = {"staging": True, "mapped": True, "beside_compute": False, "is_load": False, **options}
     assert paths.choose(size, fragments, run, **options) == path
 
 

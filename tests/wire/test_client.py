@@ -327,6 +327,9 @@ def test_reserve_write_commit_acquire_release(client: Client) -> None:
     assert client.stats()["pins"] == 3
     assert client.release([first, second, none, first]) == 2
     assert client.stats()["pins"] == 0 and client.acquire([]) == []
+    again = client.acquire([(0, names)])
+    assert client.release([*again, none], wait=False) == 0 == client.release([none], wait=False)
+    assert client.stats()["pins"] == 0  # what is asked later comes after it
 
 
 def test_bad_offsets_and_unknown_leases_change_nothing(served: Daemon, client: Client) -> None:
