@@ -4,11 +4,13 @@ What is compared
     select  kvstore.connect("HOST:PORT") and Client.select, until the bytes are in this process and the lease is given
             back: control over gRPC, bytes over the data port.
     bare    A process that sends the same number of bytes from a file in memory of the same kind with sendfile, and
-            recv_into here. One request of eight bytes, one connection, nothing else.
+            recv_into here. One request of eight bytes, one connection, with the congestion control that ours has, and
+            nothing else.
     grpc    A process that streams the same blocks, one message with a bytes field for each, and a copy into place here.
     raw grpc
             The least that gRPC can do: messages of 1 MiB, the size that is fastest, through handlers that pass bytes on
             as they are, without protobuf.
+gRPC has no such setting and sends with the system's default.
 All of them receive into memory of this process that was touched before. The batch is larger than the caches, and the
 senders go round through several batches. The link is loopback, so this measures what the processors do, not a network.
 """
@@ -34,6 +36,7 @@ from google.protobuf.wrappers_pb2 import BytesValue
 
 import kvstore
 from bench.harness import Bytes, Ratio, Report, in_turn, private_memory, seconds, start_daemon, wait_populated
+from kvstore import congestion
 from kvstore.backing import open_pool_memory
 from kvstore.remote import RemoteArena
 
@@ -58,6 +61,7 @@ def _serve(kind: str, batch_bytes: int, block_bytes: int, line: Connection) -> N
     line.send(listener.getsockname()[1])
     connected, _ = listener.accept()
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    congestion.choose(connected)
     while request := connected.recv(_COUNT.size, socket.MSG_WAITALL):
         start, (left,) = next(starts), _COUNT.unpack(request)
         while left:

@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
 
+from kvstore import congestion
 from kvstore.arena import ArenaView
 from kvstore.blocks import Namespace
 from kvstore.connection import Attached, Connection
@@ -46,6 +47,7 @@ def connect(
     tls: Tls | None = None,
     staging_bytes: int = STAGING_BYTES,
     data_connections: int | None = None,
+    data_congestion: str = congestion.AUTO,
 ) -> Client:
     """Connects to a daemon.
 
@@ -68,9 +70,11 @@ def connect(
             affair (an engine's scheduler).
         data_connections: On another host: most connections that the bytes of one call travel over. None: as many as
             this machine's cores can use.
+        data_congestion: On another host: TCP congestion control that their bytes are sent with. "auto": by loss where
+            both ends are on one host, else the system's; "system"; or the name of one.
 
     Raises:
-        ConfigError: a file of `tls` cannot be used.
+        ConfigError: a file of `tls` cannot be used, or the congestion control.
         DaemonUnavailable: `wait`, and no daemon answers within timeout_s.
         CallerMistake: the daemon refuses this client (token, namespace, size); the message says why.
     """
@@ -86,7 +90,9 @@ def connect(
         wait=wait,
         prefault=prefault,
         tls=tls,
-        remote=RemoteOptions(staging_bytes, data_connections) if staging_bytes else None,
+        remote=RemoteOptions(staging_bytes, data_connections, congestion.check_choice(data_congestion))
+        if staging_bytes
+        else None,
     )
     if wait:
         try:

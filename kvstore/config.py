@@ -14,6 +14,7 @@ from typing import Annotated, Any, Final, Literal, Self
 
 import pydantic
 
+from kvstore import congestion
 from kvstore.blocks import KEY_BYTES_MAX
 from kvstore.endpoint import Endpoint, default_endpoint, parse_endpoint
 from kvstore.errors import ConfigError
@@ -224,6 +225,13 @@ class Settings(pydantic.BaseModel):
         help="Where the bytes of blocks travel for clients of other hosts and for peers. Default: the HOST of the "
         "first HOST:PORT listener and a free port, which clients learn when they attach.",
     )
+    data_congestion: str = _field(
+        "text",
+        congestion.AUTO,
+        metavar="auto|system|NAME",
+        help="TCP congestion control that the bytes of blocks are sent with. auto: one that goes by loss (cubic, else "
+        "reno) where both ends are on this host, else the system's. system: the system's. NAME: that one.",
+    )
     tls_cert: Path | None = _field(
         "file",
         None,
@@ -305,6 +313,14 @@ class Settings(pydantic.BaseModel):
         help="Only in the file: one [[tiers]] table for each tier below the pool, in the order in which blocks are "
         "copied down and looked for. Default: disk, then Redis, as far as they are set.",
     )
+
+    @pydantic.field_validator("data_congestion")
+    @classmethod
+    def _congestion_is_there(cls, value: str) -> str:
+        try:
+            return congestion.check_choice(value)
+        except ConfigError as error:
+            raise ValueError(str(error)) from None
 
     @pydantic.field_validator("metrics_listen")
     @classmethod

@@ -385,6 +385,7 @@ class Connection:
             self._tls.client_context() if self._tls is not None else None,
             stall_s=self.timeout_s,
             connections=self._remote.connections,
+            congestion_choice=self._remote.congestion_choice,
         )
         return RemoteArena(self._staging, link, Pass(welcome.session, welcome.generation, welcome.data_secret))
 

@@ -227,6 +227,7 @@ class _Daemon:
             self._generation,
             self._settings.data_listen or Endpoint(EndpointKind.TCP, host=control.host, port=0),
             self._tls.server_context() if self._tls is not None else None,
+            congestion_choice=self._settings.data_congestion,
         )
 
     def _populate(self, loop: asyncio.AbstractEventLoop) -> Populator:
@@ -379,6 +380,7 @@ def _peer_tier(settings: Settings, clock: Clock) -> Tier:
         token=settings.read_token(),
         tls=Tls(settings.tls_ca, settings.tls_cert, settings.tls_key) if settings.tls_cert is not None else None,
         deadline_s=settings.peer_deadline_s,
+        congestion_choice=settings.data_congestion,
     )
 
 

@@ -17,6 +17,7 @@ from typing import Final, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from kvstore import congestion
 from kvstore.data_wire import (
     HELLO,
     MAGIC,
@@ -127,12 +128,24 @@ class DataLink:
         context: Of TLS; None: without.
         stall_s: Longest time without a byte.
         connections: Most that one call uses.
+        congestion_choice: What they send with, see congestion.
+
+    Attributes:
+        algorithm: What the last new connection sends with; empty before there was one.
     """
 
     def __init__(
-        self, endpoint: Endpoint, context: ssl.SSLContext | None, *, stall_s: float, connections: int | None = None
+        self,
+        endpoint: Endpoint,
+        context: ssl.SSLContext | None,
+        *,
+        stall_s: float,
+        connections: int | None = None,
+        congestion_choice: str = congestion.AUTO,
     ) -> None:
         self.endpoint = endpoint
+        self.algorithm = ""
+        self._congestion_choice = congestion_choice
         self._context = context
         self._stall_s = stall_s
         self._parallel = connections or default_connections()
@@ -271,6 +284,7 @@ class DataLink:
             connected = socket.create_connection((self.endpoint.host, self.endpoint.port), timeout_s)
         except OSError as error:
             raise DaemonUnavailable(f"the data port {self.endpoint} cannot be reached: {error}") from error
+        self.algorithm = congestion.choose(connected, self._congestion_choice)
         try:
             if self._context is not None:
                 connected = self._context.wrap_socket(connected, server_hostname=self.endpoint.host)

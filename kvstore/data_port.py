@@ -26,6 +26,7 @@ from typing import Any, Final, TypeVar
 
 import numpy as np
 
+from kvstore import congestion
 from kvstore.backing import SharedMemory
 from kvstore.data_wire import (
     HELLO,
@@ -76,6 +77,7 @@ class DataPort:
     Args:
         generation: Of this life of the daemon.
         context: Of TLS; None where the control listener has none.
+        congestion_choice: What connections send with, see congestion.
 
     Attributes:
         address: Where it listens, once open.
@@ -90,6 +92,7 @@ class DataPort:
         endpoint: Endpoint,
         context: ssl.SSLContext | None,
         *,
+        congestion_choice: str = congestion.AUTO,
         connections_max: int = CONNECTIONS_MAX,
         idle_s: float = IDLE_S,
         stall_s: float = STALL_S,
@@ -99,13 +102,15 @@ class DataPort:
         self._generation = generation
         self._endpoint = endpoint
         self._context = context
+        self._congestion_choice = congestion_choice
         self._connections_max = connections_max
         self._idle_s = idle_s
         self._stall_s = stall_s
         self._log = RateLimited(get_logger("kvstore.data_port"))
         self._sends_files = True
-        self._lock = threading.Lock()  # guards the three below
+        self._lock = threading.Lock()  # guards the four below
         self._connections: dict[threading.Thread, Stream | None] = {}
+        self._congestion: Counter[str] = Counter()
         self._closing = False
         self.counts: Counter[str] = Counter()
 
@@ -153,6 +158,7 @@ class DataPort:
                 "listen": str(self.address),
                 "tls": self._context is not None,
                 "connections": len(self._connections),
+                "congestion": dict(+self._congestion),
                 "events": {
                     "read": 0,
                     "write": 0,
@@ -186,6 +192,8 @@ class DataPort:
                 thread.start()
 
     def _serve(self, connected: socket.socket, address: Any) -> None:
+        algorithm = congestion.choose(connected, self._congestion_choice)
+        self._use(algorithm, 1)
         try:
             if self._context is not None:
                 connected.settimeout(HELLO_S)
@@ -204,9 +212,14 @@ class DataPort:
         except (Lost, OSError):
             self._count("broken")  # also a handshake that failed
         finally:
+            self._use(algorithm, -1)
             with self._lock:
                 del self._connections[threading.current_thread()]
             connected.close()
+
+    def _use(self, algorithm: str, connections: int) -> None:
+        with self._lock:
+            self._congestion[algorithm] += connections
 
     def _count(self, event: str, amount: int = 1) -> None:
         with self._lock:

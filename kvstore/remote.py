@@ -15,6 +15,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from kvstore import congestion
 from kvstore.arena import Epochs, Offsets
 from kvstore.data_link import DataLink, Pass, Slots
 from kvstore.errors import StaleGeneration
@@ -31,10 +32,12 @@ class RemoteOptions:
     Attributes:
         staging_bytes: Its own memory for them.
         connections: Most that the bytes of one call travel over; None: as many as the cores here can use.
+        congestion_choice: What they send with, see congestion.
     """
 
     staging_bytes: int = STAGING_BYTES
     connections: int | None = None
+    congestion_choice: str = congestion.AUTO
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

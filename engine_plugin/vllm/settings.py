@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from engine_plugin.copy.paths import CHOICES
+from kvstore.congestion import AUTO
 from kvstore.errors import ConfigError
 from kvstore.remote import STAGING_BYTES
 from kvstore.wire.tls import Tls
@@ -66,6 +67,7 @@ class PluginSettings:
         timeout_s: Deadline of one call to the daemon, made in the background.
         stock_blocks: Most empty slots held in reserve for the next stores; 0: as many as two steps can fill.
         staging_bytes: Where the daemon is on another host: memory of each worker for blocks on their way.
+        data_congestion: TCP congestion control on the way there, as in kvstore.connect.
         tls_ca, tls_cert, tls_key: PEM files for a HOST:PORT that speaks TLS; without tls_ca there is no TLS.
         copy_threads: Threads that copy between KV memory on the host and the pool; 0: a quarter of the cores, max. 4.
         copy_engine: Which way bytes go between a GPU and the pool, one of engine_plugin.copy.paths.CHOICES.
@@ -86,6 +88,7 @@ class PluginSettings:
     timeout_s: float = 2.0
     stock_blocks: int = 0
     staging_bytes: int = STAGING_BYTES
+    data_congestion: str = AUTO
     tls_ca: str | None = None
     tls_cert: str | None = None
     tls_key: str | None = None

@@ -182,6 +182,7 @@ class KVStoreSpec(OffloadingSpec):
             prefault=namespace is None,  # only workers touch the pool
             tls=self._settings.tls,
             staging_bytes=self._settings.staging_bytes if namespace is None else 0,
+            data_congestion=self._settings.data_congestion,
         )
 
     def _stock_max(self) -> int:

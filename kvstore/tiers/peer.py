@@ -20,6 +20,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
+from kvstore import congestion
 from kvstore.clock import Clock
 from kvstore.endpoint import Endpoint
 from kvstore.tier import KEY_PREFIX_BYTES, ReadOutcome, Tier, TierNamespace, TierState, WriteOutcome
@@ -39,6 +40,7 @@ class PeerTier(Tier):
         token: That all of them ask for, if they do.
         tls: To call them with, if they speak it.
         deadline_s: Longest time for an answer, and without a byte.
+        congestion_choice: What data connections send with, see congestion.
     """
 
     asks_others = True
@@ -51,10 +53,11 @@ class PeerTier(Tier):
         token: str | None = None,
         tls: Tls | None = None,
         deadline_s: float = 0.25,
+        congestion_choice: str = congestion.AUTO,
         name: str = "peer",
     ) -> None:
         self.name = name
-        self._links = [PeerLink(endpoint, clock, token, tls, deadline_s) for endpoint in endpoints]
+        self._links = [PeerLink(endpoint, clock, token, tls, deadline_s, congestion_choice) for endpoint in endpoints]
         self._namespaces: dict[bytes, TierNamespace] = {}
         self._places: OrderedDict[bytes, PeerLink] = OrderedDict()
         self._closed = False

@@ -72,12 +72,21 @@ class PeerLink:
         fault: The last one, in words.
     """
 
-    def __init__(self, endpoint: Endpoint, clock: Clock, token: str | None, tls: Tls | None, deadline_s: float) -> None:
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        clock: Clock,
+        token: str | None,
+        tls: Tls | None,
+        deadline_s: float,
+        congestion_choice: str,
+    ) -> None:
         self.endpoint = endpoint
         self.counts: Counter[str] = Counter()
         self.fault = ""
         self._tls = tls
         self._deadline_s = deadline_s
+        self._congestion_choice = congestion_choice
         self._metadata = ((TOKEN_KEY, f"Bearer {token}"),) if token is not None else ()
         self._breaker = Breaker(clock, _PROBE_S)
         self._log = RateLimited(get_logger("kvstore.tiers.peer"), clock=clock)
@@ -120,6 +129,7 @@ class PeerLink:
             "endpoint": str(self.endpoint),
             "state": self.state.value,
             "fault": self.fault,
+            "congestion": self._attached.data.algorithm if self._attached is not None else "",
             "owed": len(self._owed) + len(self._owed_namespaces),
             "muted_namespaces": len(self._muted),
             **{name: self.counts[name] for name in ("asked", "found", "loaded", "loaded_bytes", "failed")},
@@ -158,7 +168,7 @@ class PeerLink:
             if where is None:
                 raise DaemonUnavailable(f"the daemon at {self.endpoint} has no data port: give it --listen HOST:PORT")
             context = self._tls.client_context() if self._tls is not None else None
-            data = DataLink(where, context, stall_s=self._deadline_s)
+            data = DataLink(where, context, stall_s=self._deadline_s, congestion_choice=self._congestion_choice)
             self._attached = _Attached(welcome.session, welcome.generation, welcome.keys_max, data, welcome.data_secret)
             self._well()
             async for _ in events:

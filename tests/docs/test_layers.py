@@ -20,6 +20,7 @@ LAYERS: dict[str, set[str]] = {
         "kvstore.wire.tls",
     },
     "kvstore.errors": set(),
+    "kvstore.congestion": {"kvstore.errors"},
     "kvstore.clock": set(),
     "kvstore.machine": set(),
     "kvstore.policy": {"kvstore.blocks"},
@@ -30,6 +31,7 @@ LAYERS: dict[str, set[str]] = {
     "kvstore.log": {"kvstore.clock"},
     "kvstore.config": {
         "kvstore.blocks",
+        "kvstore.congestion",
         "kvstore.endpoint",
         "kvstore.errors",
         "kvstore.machine",
@@ -81,6 +83,7 @@ LAYERS: dict[str, set[str]] = {
     # A daemon that asks another one is its client.
     "kvstore.tiers.peer": {
         "kvstore.clock",
+        "kvstore.congestion",
         "kvstore.endpoint",
         "kvstore.tier",
         "kvstore.tiers",
@@ -118,9 +121,9 @@ LAYERS: dict[str, set[str]] = {
     "kvstore.wire": {"kvstore.blocks", "kvstore.endpoint", "kvstore.errors", "kvstore.wire"},
     "kvstore.calls": {"kvstore.errors", "kvstore.wire"},
     "kvstore.data_wire": {"kvstore.errors"},
-    "kvstore.data_link": {"kvstore.data_wire", "kvstore.endpoint", "kvstore.errors"},
+    "kvstore.data_link": {"kvstore.congestion", "kvstore.data_wire", "kvstore.endpoint", "kvstore.errors"},
     "kvstore.staging": {"kvstore.arena", "kvstore.backing", "kvstore.errors"},
-    "kvstore.remote": {"kvstore.arena", "kvstore.data_link", "kvstore.errors", "kvstore.staging"},
+    "kvstore.remote": {"kvstore.arena", "kvstore.congestion", "kvstore.data_link", "kvstore.errors", "kvstore.staging"},
     "kvstore.connection": {
         "kvstore.arena",
         "kvstore.blocks",
@@ -148,6 +151,7 @@ LAYERS: dict[str, set[str]] = {
     "kvstore.client": {
         "kvstore.arena",
         "kvstore.blocks",
+        "kvstore.congestion",
         "kvstore.connection",
         "kvstore.endpoint",
         "kvstore.engine_calls",
@@ -179,6 +183,7 @@ LAYERS: dict[str, set[str]] = {
     },
     "kvstore.data_port": {
         "kvstore.backing",
+        "kvstore.congestion",
         "kvstore.data_wire",
         "kvstore.endpoint",
         "kvstore.errors",
@@ -224,6 +229,7 @@ LAYERS: dict[str, set[str]] = {
         "kvstore.arena",
         "kvstore.blocks",
         "kvstore.client",
+        "kvstore.congestion",
         "kvstore.endpoint",
         "kvstore.errors",
         "kvstore.remote",

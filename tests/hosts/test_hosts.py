@@ -52,6 +52,34 @@ def test_the_link_takes_its_time(hosts: tuple[Host, Host]) -> None:
             assert all(float(line_of(caller)) >= 2 * DELAY_S for _ in range(5))
 
 
+#: Sends 4 MiB, thousands of packets, and says which of them the kernel had to send again.
+SENDER = """
+import socket, struct, sys
+with socket.create_connection((sys.argv[1], 7000)) as sender:
+    sender.sendall(bytes(4 << 20))
+    sender.shutdown(socket.SHUT_WR)
+    sender.recv(1)
+    # tcpi_total_retrans of linux/tcp.h
+    print(struct.unpack_from("I", sender.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 104), 100)[0])
+"""
+DRAIN = """
+import socket, sys
+with socket.create_server((sys.argv[1], 7000)) as server:
+    print("ready")
+    with server.accept()[0] as taker:
+        while taker.recv(1 << 20):
+            pass
+"""
+
+
+def test_the_link_loses_packets(hosts: tuple[Host, Host]) -> None:
+    here, there = hosts
+    with child(DRAIN, there.address, prefix=there.prefix) as drain:
+        assert line_of(drain) == "ready"
+        with child(SENDER, there.address, prefix=here.prefix) as sender:
+            assert int(line_of(sender)) > 0
+
+
 def store(daemon: Daemon) -> None:
     with daemon.connect(NAMESPACE) as client:
         done = client.insert(KEYS, [make_block(key, BLOCK) for key in KEYS]).wait(PATIENCE_S)
@@ -133,11 +161,15 @@ with kvstore.connect(endpoint, NAMESPACE, token=token, timeout_s=PATIENCE_S) as 
 def test_through_a_client_without_a_daemon_of_its_own(hosts: tuple[Host, Host], token: Path) -> None:
     here, there = hosts
     flags = ("--token-file", str(token), "--listen", f"{here.address}:7070")
+    with child("import socket; from kvstore.congestion import *; print(current(socket.socket()))") as process:
+        default = line_of(process)
     with running_daemon(*flags, prefix=here.prefix) as near:
         store(near)
         with child(REMOTE, f"{here.address}:7070", token.read_text().strip(), prefix=there.prefix) as process:
             assert line_of(process) == str(len(KEYS))
             assert line_of(process) == str(len(KEYS))
+            # Between hosts the system decides.
+            assert list(near.stats()["data_port"]["congestion"]) == [default]
         with near.connect(NAMESPACE) as client:
             more = [b"from afar " + key for key in KEYS]
             with client.select(more, timeout_s=PATIENCE_S) as found:

@@ -128,6 +128,7 @@ def test_every_setting_can_be_given_in_all_three_ways(tmp_path: Path) -> None:
         "listen": ["unix:/a", "127.0.0.1:7070"],
         "token_file": str(token),
         "data_listen": "127.0.0.1:7080",
+        "data_congestion": "reno",
         "tls_cert": str(tmp_path / "cert.pem"),
         "tls_key": str(tmp_path / "key.pem"),
         "tls_ca": str(tmp_path / "ca.pem"),
@@ -242,6 +243,8 @@ def test_a_listener_for_this_machine_needs_none(address: str) -> None:
     ("flags", "part"),
     [
         ({"data_listen": "127.0.0.1:7080"}, "--listen HOST:PORT"),
+        ({"data_congestion": "no_such_thing"}, "one of"),
+        ({"data_congestion": "name that is too long"}, "one of"),
         ({"data_listen": "unix:/x", "listen": ("127.0.0.1:7070",)}, "HOST:PORT"),
         ({"data_listen": "0.0.0.0:7080", "listen": ("127.0.0.1:7070",)}, "--token-file"),
         ({"tls_cert": "/cert", "listen": ("127.0.0.1:7070",)}, "--tls-key"),

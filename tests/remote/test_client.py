@@ -12,6 +12,7 @@ import pytest
 
 import kvstore
 from kvstore.buffer import LookupBuffer, Pipe
+from kvstore.congestion import LOSS_BASED
 from kvstore.errors import EndOfPipe, ForkedClient, LimitExceeded, NoMapping, RetryLater, StaleGeneration
 from kvstore.remote import RemoteArena
 from kvstore.testing import make_block
@@ -36,6 +37,8 @@ def test_what_is_stored_comes_back_and_travels_outside_of_grpc(far: FarDaemon) -
         assert client.lookup(keys) == 50
         assert client.flush() == 50
         after = client.stats()["data_port"]
+    # Both ends are on this host.
+    assert after["congestion"] and set(after["congestion"]) <= set(LOSS_BASED)
     assert after["received_bytes"] - before["received_bytes"] == 100 * SIZE
     assert after["sent_bytes"] - before["sent_bytes"] == 100 * SIZE
 

@@ -14,6 +14,7 @@ import pytest
 import kvstore
 import kvstore.admin
 import kvstore.errors
+from kvstore.congestion import LOSS_BASED
 from tests.remote.conftest import SIZE, FarDaemon, check, far_daemon, names, put
 from tests.support import eventually
 
@@ -66,6 +67,7 @@ def test_what_one_daemon_stored_another_one_serves(
     assert here.lookup([*keys, b"nowhere"]) == 300
     check(here, keys)
     assert asks.stats()["hits"]["peer"] - before == 300
+    assert peer(asks)["congestion"] in LOSS_BASED
     # From here on they are its own, and nobody is asked.
     asked = peer(asks)["asked"]
     check(here, keys)
