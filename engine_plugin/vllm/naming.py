@@ -29,6 +29,7 @@ FORMAT_IDS: Final = {DIRECT: "direct-1", SINGLE: "single-1", CANONICAL: "canonic
 
 _HASHES_WITH_SECRET_SEED: Final = ("xxhash", "xxhash_cbor")
 _DEFAULT_SEED: Final = "vllm-none-hash"
+_WEIGHT_FILES: Final = (".safetensors", ".bin", ".pt", ".gguf")
 _SAMPLES: Final = 32
 _SAMPLE_BYTES: Final = 4096
 
@@ -88,7 +89,7 @@ def facts_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, nested:
     return EngineFacts(
         hash_algo=algo,
         hash_seed=hash_seed(algo, transfer.engine_id),
-        revision=weights_fingerprint(model.model) or str(model.revision or ""),
+        revision=revision_of(model.model, model.revision),
         extra=_other_settings(vllm_config),
         stores=transfer.is_kv_producer,
         loads=transfer.is_kv_consumer,
@@ -131,7 +132,7 @@ def weights_fingerprint(model: str) -> str:
     for path in sorted(folder.iterdir()):
         if path.name in ("config.json", "adapter_config.json"):
             digest.update(path.read_bytes())
-        elif path.suffix in (".safetensors", ".bin", ".pt", ".gguf"):
+        elif path.suffix in _WEIGHT_FILES:
             size = path.stat().st_size
             digest.update(f"{path.name}\0{size}\0".encode())
             with path.open("rb") as file:
@@ -139,6 +140,34 @@ def weights_fingerprint(model: str) -> str:
                     file.seek(size * i // _SAMPLES)
                     digest.update(file.read(_SAMPLE_BYTES))
     return "weights-" + digest.hexdigest()[:32]
+
+
+def revision_of(model: str, revision: str | None) -> str:
+    """What tells weights of one name apart: a fingerprint of their files, here or in the cache of the model hub.
+
+    A revision that is not named, or is a branch, moves with the hub while blocks on a disk stay: the files decide. Where
+    they lie elsewhere, the commit does that the hub's cache has; where there is none, the name of the revision.
+    """
+    folder = Path(model)
+    if not folder.is_dir():
+        snapshot = _snapshot(model, revision)
+        if snapshot is None:
+            return str(revision or "")
+        if not any(path.suffix in _WEIGHT_FILES for path in snapshot.iterdir()):
+            return snapshot.name
+        folder = snapshot
+    return weights_fingerprint(str(folder))
+
+
+def _snapshot(model: str, revision: str | None) -> Path | None:
+    """Folder of a model in the cache of the model hub; it is named after the commit."""
+    try:
+        from huggingface_hub import try_to_load_from_cache
+
+        found = try_to_load_from_cache(model, "config.json", revision=revision)
+    except (ImportError, ValueError):  # not a name that the hub could have
+        return None
+    return Path(found).parent if isinstance(found, str) else None
 
 
 def format_of(config: OffloadingConfig, facts: EngineFacts) -> SlotFormat:
@@ -251,6 +280,7 @@ def _other_settings(vllm_config: VllmConfig) -> tuple[tuple[str, str], ...]:
         "hf_overrides": model.hf_overrides if isinstance(model.hf_overrides, dict) else repr(model.hf_overrides),
         "kv_skip_layers": vllm_config.cache_config.kv_cache_dtype_skip_layers,
     }
+    found |= _platform_settings()
     speculative = vllm_config.speculative_config
     if speculative is not None:
         found["speculative"] = [speculative.method, speculative.model]
@@ -259,3 +289,18 @@ def _other_settings(vllm_config: VllmConfig) -> tuple[tuple[str, str], ...]:
         for name, value in sorted(found.items())
         if value not in (None, {}, [], "")
     )
+
+
+def _platform_settings() -> dict[str, Any]:
+    """What of the machine decides how KV lies in a page of one and the same layout."""
+    import torch
+    from vllm import envs
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        # Keys are packed for the instructions that attention uses: AMX where a core has it.
+        instructions = "amx" if torch.cpu._is_amx_tile_supported() else "plain"
+        return {"cpu": f"{current_platform.get_cpu_architecture().name.lower()}-{instructions}"}
+    if current_platform.is_rocm():
+        return {"rocm": "shuffled" if getattr(envs, "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT", False) else "plain"}
+    return {}

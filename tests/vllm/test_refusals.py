@@ -1,7 +1,8 @@
-"""Start-up checks that look into vLLM's callers. No engine is needed."""
+"""Start-up checks that look into vLLM's callers, and into the machine. No engine is needed."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -48,3 +49,47 @@ def test_blocks_of_different_sizes_are_refused_with_the_alternative() -> None:
     _refuse_unequal_blocks(config, {"blocks_per_chunk": 1})
     with pytest.raises(ConfigError, match=r"16 and 32 tokens.*blocks_per_chunk"):
         _refuse_unequal_blocks(config, {"block_size": 64})
+
+
+def test_weights_in_the_hubs_cache_are_told_apart_whatever_the_revision_is_called(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The branch moves on the hub, and a later download brings other weights under the same name."""
+    from huggingface_hub import constants
+
+    from engine_plugin.vllm.naming import revision_of
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    assert revision_of("org/model", None) == "" and revision_of("org/model", "v1") == "v1"
+    assert revision_of("/no/such folder", None) == ""
+    repo = tmp_path / "models--org--model"
+
+    def download(commit: str, weights: bytes | None) -> None:
+        snapshot = repo / "snapshots" / commit
+        snapshot.mkdir(parents=True, exist_ok=True)
+        (snapshot / "config.json").write_text("{}")
+        if weights is not None:
+            (snapshot / "model.safetensors").write_bytes(weights)
+        (repo / "refs").mkdir(exist_ok=True)
+        (repo / "refs" / "main").write_text(commit)
+
+    download("a" * 40, None)
+    assert revision_of("org/model", None) == revision_of("org/model", "main") == "a" * 40
+    download("a" * 40, bytes(100_000))
+    first = revision_of("org/model", None)
+    download("b" * 40, bytes(100_000))
+    assert revision_of("org/model", "main") == first, "a commit that leaves the weights alone changes no KV"
+    download("c" * 40, bytes(99_999) + b"\1")
+    assert revision_of("org/model", None) not in (first, "c" * 40)
+    assert revision_of("org/model", "a" * 40) == first
+
+
+def test_keys_packed_for_other_instructions_are_other_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's CPU attention packs keys for AMX where a core has it; hosts without share a Redis or a peer with it."""
+    import torch
+
+    from engine_plugin.vllm.naming import _platform_settings
+
+    here = _platform_settings()
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: "amx" not in here["cpu"])
+    assert _platform_settings() != here
