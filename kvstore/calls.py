@@ -6,6 +6,7 @@ import select
 import socket
 import threading
 import time
+from collections import deque
 from typing import Any, Final, Protocol
 
 import grpc
@@ -78,10 +79,12 @@ class FramedCalls:
         connection.setblocking(False)
         self._connection = connection
         self._endpoint = endpoint
-        self._sending = threading.Lock()
+        self._sending = threading.Lock()  # guards the next one
         #: What a caller whose time was up could not send of its frame. It goes before anything else: half a frame would
         #: make noise of all that follows, and a new connection would end the session.
-        self._unsent = b""
+        self._unsent = memoryview(b"")
+        #: Frames of post, in order. Whoever sends takes them along.
+        self._posted: deque[bytes] = deque()
         self._changed = threading.Condition(threading.Lock())  # guards the four below
         self._numbers = 0
         self._waiting: dict[int, _Waiting] = {}
@@ -116,34 +119,47 @@ class FramedCalls:
 
     def post(self, method: str, request: Any, timeout_s: float) -> None:
         """See Calls. Returns once the frame is sent, or is the next to be sent where the daemon does not read."""
-        frame = packed(METHODS[method].number, NO_ANSWER, request.SerializeToString())
+        self._posted.append(packed(METHODS[method].number, NO_ANSWER, request.SerializeToString()))
         try:
-            self._send(frame, time.monotonic() + timeout_s)
+            self._send(b"", time.monotonic() + timeout_s)
         except DeadlineExceeded:
             pass  # it is kept, and goes before the next call
 
     def _send(self, frame: bytes, deadline: float) -> None:
-        """Sends a frame, or keeps what is left of it for the next caller.
+        """Sends what others left, and a frame. One that was begun is finished by the next caller; one that was not is
+        dropped, so that callers whose time is up leave nothing behind while the daemon does not read.
 
         Raises:
             DeadlineExceeded: not all of it was sent.
             DaemonUnavailable: the connection has ended.
         """
-        with self._sending:
-            left = memoryview(self._unsent + frame if self._unsent else frame)
+        # The one who is sending may have more time than this caller.
+        if not self._sending.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            raise self._late()
+        begun = True
+        try:
+            self._send_left(deadline)
+            while self._posted:
+                self._unsent = memoryview(self._posted.popleft())
+                self._send_left(deadline)
+            self._unsent, begun = memoryview(frame), False
+            self._send_left(deadline)
+        except OSError as error:
+            self._unsent = memoryview(b"")
+            self._end(str(error))
+            raise self._unavailable() from None
+        finally:
+            if not begun and len(self._unsent) == len(frame):
+                self._unsent = memoryview(b"")
+            self._sending.release()
+
+    def _send_left(self, deadline: float) -> None:
+        while self._unsent:
             try:
-                while left:
-                    try:
-                        left = left[self._connection.send(left) :]
-                    except BlockingIOError:
-                        if not self._writable(deadline):
-                            raise self._late() from None
-            except OSError as error:
-                left = memoryview(b"")
-                self._end(str(error))
-                raise self._unavailable() from None
-            finally:
-                self._unsent = bytes(left)
+                self._unsent = self._unsent[self._connection.send(self._unsent) :]
+            except BlockingIOError:
+                if not self._writable(deadline):
+                    raise self._late() from None
 
     def _writable(self, deadline: float) -> bool:
         poll = select.poll()

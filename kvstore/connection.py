@@ -108,6 +108,9 @@ class Connection:
         self._last_error: KVStoreError | None = None
         self._closed = False
         self._stream: Any = None
+        #: Requests that are to be forgotten, each with its session. A thread is there while there are any.
+        self._given_up: list[tuple[int, Attached]] = []
+        self._forgetting = False
         self._stop = threading.Event()
         self._population = threading.Event()
         self._thread = threading.Thread(target=self._keep_attached, name="kvstore-attach", daemon=True)
@@ -205,16 +208,37 @@ class Connection:
 
     def forget(self, request_id: int, attached: Attached) -> None:
         """Gives back what a request took and what was not given back so far, in the background."""
-        threading.Thread(target=self._forget, args=(request_id, attached), name="kvstore-forget", daemon=True).start()
-
-    def _forget(self, request_id: int, attached: Attached) -> None:
-        """The thread that tells the daemon, for as long as the session lives."""
-        message = engine_pb2.ReleaseRequest(session=attached.session, forget=[request_id])
-        while (now := self._attached) is not None and now.session == attached.session:
-            with contextlib.suppress(KVStoreError):
-                attached.calls.call("Release", message, self.timeout_s)
+        with self._changed:
+            self._given_up.append((request_id, attached))
+            if self._forgetting:
                 return
-            self._stop.wait(_FORGET_PAUSE_S)
+            self._forgetting = True
+        threading.Thread(target=self._forget, name="kvstore-forget", daemon=True).start()
+
+    def _forget(self) -> None:
+        """The thread that tells the daemon, for as long as a session lives: one for all requests, since a daemon that
+        hangs lets one after the other be given up.
+        """
+        while True:
+            with self._changed:
+                now = self._attached
+                if now is None:
+                    self._given_up.clear()
+                self._given_up = [each for each in self._given_up if now is not None and each[1].session == now.session]
+                told = {request_id for request_id, _ in self._given_up}
+                if now is None or not told:
+                    self._forgetting = False
+                    return
+            message = engine_pb2.ReleaseRequest(session=now.session, forget=told)
+            try:
+                now.calls.call("Release", message, self.timeout_s)
+            except CallerMistake:
+                pass  # the session has ended, and what it held with it
+            except KVStoreError:
+                self._stop.wait(_FORGET_PAUSE_S)
+                continue
+            with self._changed:
+                self._given_up = [each for each in self._given_up if each[0] not in told]
 
     def ask(
         self, build: Callable[[Attached], tuple[str, Any]], timeout_s: float | None = None, wait_s: float = 0.0

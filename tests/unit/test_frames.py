@@ -145,6 +145,58 @@ def test_half_a_frame_is_finished_before_the_next(line: tuple[FramedCalls, socke
     assert not serving.is_alive()
 
 
+def test_callers_whose_time_is_up_leave_nothing_behind(line: tuple[FramedCalls, socket.socket]) -> None:
+    """A daemon that hangs for an hour must not find an hour of calls that nobody waits for, nor a client keep them."""
+    calls, theirs = line
+    large = engine_pb2.LookupRequest(namespace=b"x" * (4 << 20))  # more than a socket holds
+    for group in range(5):
+        with pytest.raises(DeadlineExceeded):
+            calls.call("Lookup", engine_pb2.LookupRequest(namespace=large.namespace, group=group), 0.001)
+        calls.post("Release", engine_pb2.ReleaseRequest(leases=[group]), 0.001)
+    peer = Peer(theirs)
+    seen: list[tuple[int, int]] = []
+
+    def serve() -> None:
+        while not seen or seen[-1][0] != METHODS["Ping"].number:
+            frame = peer.next()
+            if frame.kind == METHODS["Lookup"].number:
+                seen.append((frame.kind, engine_pb2.LookupRequest.FromString(frame.payload or b"").group))
+            elif frame.kind == METHODS["Release"].number:
+                seen.append((frame.kind, engine_pb2.ReleaseRequest.FromString(frame.payload or b"").leases[0]))
+            else:
+                seen.append((frame.kind, 0))
+        peer.answer(frame, 1.0)
+
+    serving = threading.Thread(target=serve)
+    serving.start()
+    calls.call("Ping", admin_pb2.PingRequest(), PATIENCE_S)
+    serving.join(PATIENCE_S)
+    release = METHODS["Release"].number
+    assert seen == [(METHODS["Lookup"].number, 0), *((release, group) for group in range(5)), (seen[-1][0], 0)]
+
+
+def test_a_caller_with_less_time_does_not_wait_for_one_with_more(line: tuple[FramedCalls, socket.socket]) -> None:
+    calls, theirs = line
+    large = engine_pb2.LookupRequest(namespace=b"x" * (4 << 20))  # more than a socket holds
+    outcome: list[type[BaseException]] = []
+
+    def ask() -> None:
+        try:
+            calls.call("Lookup", large, PATIENCE_S)
+        except DaemonUnavailable as error:
+            outcome.append(type(error))
+
+    patient = threading.Thread(target=ask)
+    patient.start()
+    theirs.recv(1)  # it has begun to send
+    with pytest.raises(DeadlineExceeded):
+        calls.call("Ping", admin_pb2.PingRequest(), 0.001)
+    assert patient.is_alive() and not outcome
+    theirs.close()
+    patient.join(PATIENCE_S)
+    assert outcome == [DaemonUnavailable]
+
+
 def test_whoever_waits_is_told_when_the_peer_goes(line: tuple[FramedCalls, socket.socket]) -> None:
     calls, theirs = line
     failures: list[BaseException] = []

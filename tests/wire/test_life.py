@@ -248,10 +248,30 @@ def test_a_call_that_was_not_answered_in_time_leaves_nothing_taken(daemon: Daemo
                     call()
         finally:
             daemon.signal(signal.SIGCONT)
-        # Each of the two is given up by a Release, whether the daemon ever looked at it or not.
-        eventually(lambda: daemon.stats()["calls"].get("Release", 0) >= 2, "the client tells what it gave up")
+        # Both are given up, whether the daemon ever looked at them or not; one call may name the two.
+        eventually(lambda: daemon.stats()["calls"].get("Release", 0), "the client tells what it gave up")
+        eventually(lambda: not any(thread.name == "kvstore-forget" for thread in threading.enumerate()))
         tree = daemon.stats()
         assert not tree["pins"] and not tree["reserved_slots"]
+        put(client, b"b")
+
+
+def test_calls_that_a_hanging_daemon_leaves_unanswered_cost_one_thread(daemon: Daemon) -> None:
+    """However long it hangs: each call is given up, and all of them by the same thread."""
+    with daemon.connect(NAMESPACE, timeout_s=1.0, wait=False) as client:
+        eventually(lambda: client.attached)
+        put(client, b"a")
+        keys = [b"%0128d" % index for index in range(2000)]  # more than a socket holds after a few calls
+        daemon.signal(signal.SIGSTOP)
+        try:
+            for _ in range(6):
+                with pytest.raises(kvstore.errors.DeadlineExceeded):
+                    client.acquire([(0, [b"a", *keys])])
+            assert sum(thread.name == "kvstore-forget" for thread in threading.enumerate()) == 1
+        finally:
+            daemon.signal(signal.SIGCONT)
+        eventually(lambda: not any(thread.name == "kvstore-forget" for thread in threading.enumerate()))
+        assert not daemon.stats()["pins"]
         put(client, b"b")
 
 
