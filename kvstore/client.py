@@ -196,7 +196,8 @@ class Client(EngineCalls):
 
         The session's pins last as long as a view of a block is in use somewhere in this process.
         """
-        self._inserter.close(self._connection.timeout_s)
+        if not self._connection.forked:  # then its thread is not here, and its lock may be held for good
+            self._inserter.close(self._connection.timeout_s)
         self._connection.close()
 
     def __enter__(self) -> Self:

@@ -128,9 +128,14 @@ class Connection:
         """The namespace that was asked for, as it was given; also while there is no session."""
         return self._namespace
 
+    @property
+    def forked(self) -> bool:
+        """Whether this is another process than the one that made the client."""
+        return os.getpid() != self._pid
+
     def check_usable(self) -> None:
         """Raises ForkedClient or ClientClosed where no call can work any more."""
-        if os.getpid() != self._pid:
+        if self.forked:
             raise ForkedClient(
                 "this client was made before a fork: neither gRPC nor its session survives one. Connect in the child"
             )
@@ -443,6 +448,9 @@ class Connection:
 
     def close(self) -> None:
         """Ends the session once nothing touches the mapping any more. Calls after this raise ClientClosed."""
+        if self.forked:
+            self._closed = True
+            return  # the parent's channel and threads are not this process's to end, and may have held the locks
         with self._changed:
             if self._closed:
                 return
@@ -452,8 +460,6 @@ class Connection:
             self._changed.notify_all()
         self._stop.set()
         self._population.set()
-        if os.getpid() != self._pid:
-            return  # the parent's channel and threads are not this process's to end
         if stream is not None:
             stream.cancel()
         self._thread.join(self.timeout_s)

@@ -285,8 +285,12 @@ import kvstore
 ns = kvstore.Namespace(model="wire", dtype="bfloat16", block_size=64, block_bytes=65536)
 client = kvstore.connect(sys.argv[1], ns)
 client.insert([b"a"], [bytes(65536)]).wait(30)
+# Another thread may be anywhere at that moment, and its locks stay as they are in the child.
+client._connection._changed.acquire(), client._inserter._lock.acquire()
 pid = os.fork()
-if pid == 0:
+if pid:
+    client._connection._changed.release(), client._inserter._lock.release()
+else:
     code = 1
     try:
         for call in (lambda: client.lookup([b"a"]), lambda: client.insert([b"b"], [bytes(65536)]), client.stats,
