@@ -11,6 +11,7 @@ import enum
 import functools
 import importlib
 import json
+import math
 import os
 import sys
 import time
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 #: Pause between two attempts of `ping --wait`.
 PING_PAUSE_S: Final = 0.05
+#: The daemon lists no more at once.
+_LIST_MAX: Final = 10_000
 
 
 class ExitCode(enum.IntEnum):
@@ -63,6 +66,16 @@ _CODES: Final[tuple[tuple[type[errors.KVStoreError], ExitCode], ...]] = (
     (errors.Draining, ExitCode.REFUSED),
     (errors.KVStoreError, ExitCode.FAILED),
 )
+
+
+class Seconds(click.FloatRange):
+    """A time. Unlike its base it takes no `nan`, which is in no range and outside of none, and no `inf`."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        seconds = super().convert(value, param, ctx)
+        if not math.isfinite(seconds):
+            self.fail(f"{value} is not a number of seconds.", param, ctx)
+        return seconds
 
 
 class _Group(click.Group):
@@ -123,7 +136,7 @@ def client_command(function: Callable[..., None]) -> Callable[..., None]:
     )
     @click.option(
         "--timeout",
-        type=click.FloatRange(min=0, min_open=True),
+        type=Seconds(min=0, min_open=True),
         default=5.0,
         show_default=True,
         metavar="SECONDS",
@@ -151,7 +164,16 @@ def client_command(function: Callable[..., None]) -> Callable[..., None]:
         token = read_token(token_file) if token_file else None
         tls = Tls(tls_ca, tls_cert, tls_key) if tls_ca else None
         with AdminClient(place, token, timeout_s=timeout, tls=tls) as client:
-            function(client, **arguments)
+            try:
+                function(client, **arguments)
+            except (KeyError, TypeError):
+                version = client.ping().version
+                if version == __version__:
+                    raise
+                raise errors.KVStoreError(
+                    f"the daemon at {place} is kvstore {version} and its figures are not those of this command"
+                    f" ({__version__}): install the same version, or read them with `kvstore stats --json`"
+                ) from None
 
     return wrapped
 
@@ -162,7 +184,7 @@ def client_command(function: Callable[..., None]) -> Callable[..., None]:
 @click.option("--check", is_flag=True, help="Print what needs attention, and end with 5 if anything does.")
 @click.option(
     "--watch",
-    type=click.FloatRange(min=0.1),
+    type=Seconds(min=0.1),
     metavar="SECONDS",
     help="Show it again every so often, with rates, until Ctrl-C; with --json, one object a line.",
 )
@@ -238,7 +260,7 @@ def _next_tree(client: AdminClient, every_s: float) -> dict[str, Any]:
 @kvstore.command()
 @click.option(
     "--wait",
-    type=click.FloatRange(min=0),
+    type=Seconds(min=0),
     default=0.0,
     metavar="SECONDS",
     help="Keep trying for so long where no daemon answers.",
@@ -266,7 +288,12 @@ def ping(client: AdminClient, wait: float) -> None:
 @kvstore.command()
 @click.argument("namespace", required=False)
 @click.option(
-    "--limit", type=click.IntRange(min=1), default=100, show_default=True, metavar="N", help="Most blocks to list."
+    "--limit",
+    type=click.IntRange(min=1, max=_LIST_MAX),
+    default=100,
+    show_default=True,
+    metavar="N",
+    help=f"Most blocks to list, {_LIST_MAX} at most.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object a block and line.")
 @client_command
@@ -347,9 +374,9 @@ def prefetch(client: AdminClient, namespace: str | None, everything: bool, max_s
 
     if (namespace is None) == (not everything):
         raise click.UsageError("name a NAMESPACE (`kvstore stats` lists them) or say --all")
+    limit = parse_bytes(max_size, "--max") if max_size else 0
     tree = client.stats()
     digest = None if namespace is None else _resolve(tree, namespace)
-    limit = parse_bytes(max_size, "--max") if max_size else 0
     total = limit or int(tree["tiers"][0]["free_bytes"])
     came = (0, 0)
     with progress_bar("prefetching") as advance:

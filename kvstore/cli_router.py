@@ -8,10 +8,11 @@ import importlib.util
 import click
 
 from kvstore import errors, log
+from kvstore.cli import Seconds
 from kvstore.config import parse_bytes
 from kvstore.router.settings import RouterSettings, router_settings
 
-_SECONDS = click.FloatRange(min=0, min_open=True)
+_SECONDS = Seconds(min=0, min_open=True)
 
 
 def _default(name: str) -> object:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -62,6 +61,12 @@ def config(config_path: Path | None, **flags: Any) -> None:
     A comment says where each came from. Ends with 2 where `serve` would refuse them.
     """
     settings = load_settings(flags, config_path)
+    if settings.redis_url is not None:
+        from kvstore.tiers.redis_url import parse_redis_url
+
+        # Passwords are for the server alone.
+        shown = parse_redis_url(settings.redis_url).scrub(settings.redis_url)
+        settings = settings.model_copy(update={"redis_url": shown})
     origins = gather(flags, config_path, os.environ)
     in_tables = tuple(f"{kind}_" for kind in settings.tiers)
     for name in FLAGS:
@@ -79,8 +84,6 @@ def config(config_path: Path | None, **flags: Any) -> None:
 def _print_setting(settings: Settings, origins: Mapping[str, Origin], name: str, shown_name: str) -> None:
     value = getattr(settings, name)
     place = origins[name].place if name in origins else "default"
-    if name == "redis_url" and value is not None:
-        value = re.sub(r"(://[^:/@]*):[^@]*@", r"\1:***@", value)
     if value is None:
         click.echo(f"# {shown_name} is not set")
     else:

@@ -22,6 +22,8 @@ from kvstore.secret import read_token
 from kvstore.tier_tables import KINDS
 
 _MIB: Final = 1 << 20
+#: Sizes are 64 bits in messages and in offsets.
+_BYTES_MAX: Final = 1 << 62
 #: What to write where a size cannot be read.
 SIZE_ADVICE: Final = "write a size such as 1GB, 1GiB, 1e9 or 1000000000"
 #: Every key costs its own bytes, a tag and a length of at most two bytes in a message.
@@ -62,6 +64,12 @@ def _parse_bytes(value: object) -> object:
     return value
 
 
+def _check_bytes(value: int) -> int:
+    if value > _BYTES_MAX:
+        raise ValueError(f"more than any machine has ({_BYTES_MAX})")
+    return value
+
+
 def _parse_listeners(value: object) -> object:
     texts: object = value
     if isinstance(value, str):
@@ -94,7 +102,7 @@ def _field(unit: str, default: Any = dataclasses.MISSING, *, help: str, metavar:
     return pydantic.Field(description=help, json_schema_extra=extra, **checks)
 
 
-Bytes = Annotated[pydantic.ByteSize, pydantic.BeforeValidator(_parse_bytes)]
+Bytes = Annotated[pydantic.ByteSize, pydantic.BeforeValidator(_parse_bytes), pydantic.AfterValidator(_check_bytes)]
 Folders = Annotated[tuple[Path, ...], pydantic.BeforeValidator(_parse_folders)]
 Listeners = Annotated[tuple[Endpoint, ...], pydantic.BeforeValidator(_parse_listeners)]
 Address = Annotated[Endpoint, pydantic.BeforeValidator(_parse_endpoint)]

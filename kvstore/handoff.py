@@ -68,5 +68,5 @@ def receive(path: str, session: bytes, timeout_s: float) -> Handoff:
         for fd in fds:
             os.close(fd)
         connection.close()
-        raise AccessDenied(f"{path} speaks another version of the handoff: client and daemon do not match")
+        raise AccessDenied(f"{path} is of another version of kvstore than this client: install the same on both sides")
     return Handoff(connection, fds[0], fds[1], size_bytes)

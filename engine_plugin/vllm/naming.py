@@ -145,8 +145,8 @@ def weights_fingerprint(model: str) -> str:
 def revision_of(model: str, revision: str | None) -> str:
     """What tells weights of one name apart: a fingerprint of their files, here or in the cache of the model hub.
 
-    A revision that is not named, or is a branch, moves with the hub while blocks on a disk stay: the files decide. Where
-    they lie elsewhere, the commit does that the hub's cache has; where there is none, the name of the revision.
+    A revision that is not named, or is a branch, moves with the hub while blocks on a disk stay: the files decide.
+    Where they lie elsewhere, the commit does that the hub's cache has; where there is none, the name of the revision.
     """
     folder = Path(model)
     if not folder.is_dir():

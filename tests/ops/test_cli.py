@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 import signal
 import subprocess
@@ -57,6 +58,13 @@ def test_no_daemon(run: Run, socket_folder: Path, command: str) -> None:
         (["stats", "--endpoint", "nonsense"], "unix:/path"),
         (["stats", "--timeout", "0"], "--timeout"),
         (["stats", "--token-file", "/nowhere"], "/nowhere"),
+        (["stats", "--watch", "nan"], "nan is not a number of seconds"),
+        (["ping", "--timeout", "inf"], "inf is not a number of seconds"),
+        (["ls", "--limit", "99999999999"], "10000"),
+        (["evict", "--free", "1e30"], "1e30"),
+        (["prefetch", "--all", "--max", "1e30"], "1e30"),
+        (["serve", "--cpu-bytes", "1GB", "--disk-dir", "/tmp/x", "--disk-bytes", "1e30"], "more than any machine has"),
+        (["config", "--cpu-bytes", "1GB", "--redis-url", "http://u:p@h"], "redis://"),
         (["flush"], "--all"),
         (["flush", "ab", "--all"], "--all"),
         (["evict"], "--free"),
@@ -244,6 +252,35 @@ def test_config_prints_toml_that_gives_the_same_settings(run: Run, tmp_path: Pat
         return [line.partition("  # ")[0] for line in page.splitlines()]
 
     assert values(second.out) == values(first.out)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://user:hush@host:1",
+        "redis://user:hush@hush@host:1/0",
+        "redis+sentinel://:hush@host:1/service?sentinel_password=hush",
+        "unix://user:hush@/socket?db=1",
+    ],
+)
+def test_config_keeps_passwords_to_itself(run: Run, url: str) -> None:
+    outcome = run("config", "--cpu-bytes", "64MiB", "--redis-url", url)
+    assert outcome.code == ExitCode.OK
+    assert "redis_url" in outcome.out and "hush" not in outcome.out + outcome.err
+
+
+@pytest.mark.parametrize("command", ["stats", "sessions", "ls"])
+def test_a_daemon_of_another_version_is_named(
+    run: Run, daemon: Daemon, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    ours = AdminClient.ping
+    monkeypatch.setattr(AdminClient, "stats", lambda self: {"version": "9.0", "tiers": {}})
+    arguments = [command, *(["ab"] if command == "ls" else []), "--endpoint", daemon.endpoint]
+    with pytest.raises(KeyError):  # of the same version it would be a defect, and no excuse for one
+        run(*arguments)
+    monkeypatch.setattr(AdminClient, "ping", lambda self: dataclasses.replace(ours(self), version="9.0"))
+    outcome = run(*arguments)
+    assert outcome.code == ExitCode.FAILED and "is kvstore 9.0" in one_line(outcome.err)
 
 
 def test_every_error_has_an_exit_code() -> None:
