@@ -145,9 +145,11 @@ class DaemonLink:
             found, self._replies = self._replies, []
         return found
 
-    def wait_answer(self, timeout_s: float) -> None:
-        """Gives the interpreter to other threads until a reply has come in or a very short time is over."""
-        self._answered.wait(timeout_s)
+    def wait_answer(self, timeout_s: float) -> bool:
+        """Gives the interpreter to other threads until a reply has come in or a very short time is over. Returns
+        whether one is in.
+        """
+        return self._answered.wait(timeout_s)
 
     def note_silence(self) -> None:
         """A reply did not come in time: answer misses for a while instead of waiting again."""

@@ -42,6 +42,8 @@ DISTRUSTED_MAX: Final = 65_536
 #: Steps that an answer waits for the workers to report that they have mapped its pool: reports come with steps, and an
 #: engine that had nothing to do while the daemon was restarted has made none.
 REPORT_STEPS: Final = 3
+#: Steps that a request waits before its engine may rest: most answers come in one or two.
+REST_STEPS: Final = 20
 
 
 class Verdict(enum.IntEnum):
@@ -69,6 +71,7 @@ class _Request:
     pins: Pins | None = None
     found: dict[bytes, int] = dataclasses.field(default_factory=dict)  # key -> its number among the pins
     refused: bool = False  # ANSWERED without an answer
+    asked_step: int = 0
     loading_since: float = 0.0
     loading: int = 0  # blocks
     unwanted: bool = False  # its load is of no use to anybody: it failed, or the request has ended
@@ -260,6 +263,17 @@ class Lookups:
         """Whether a request waits for an answer."""
         return bool(self._by_query)
 
+    def all_wait(self, alive: Collection[str]) -> bool:
+        """Whether each of these requests, and no other, has been waiting for an answer for several steps."""
+        waiting = {req_id.removesuffix(_WINDOWS) for req_id in self._by_query.values()}
+        return waiting == set(alive) and all(
+            self._steps - self._requests[req_id].asked_step >= REST_STEPS for req_id in self._by_query.values()
+        )
+
+    def due(self) -> float:
+        """When the first answer is overdue; now, where none is waited for."""
+        return min((query.deadline for query in self._by_query), default=0.0)
+
     def loading(self) -> bool:
         """Whether a request waits for its load."""
         return any(request.phase is _Phase.LOADING for request in self._requests.values())
@@ -294,7 +308,7 @@ class Lookups:
                 wait=req_id.removesuffix(_WINDOWS) not in self._only_pool,
                 runs=runs_of(keys, self._windowed) if self._windowed is not None else (),
             )
-            request.phase = _Phase.ASKED
+            request.phase, request.asked_step = _Phase.ASKED, self._steps
             self._by_query[request.query] = req_id
             queries.append(request.query)
         self._gathering.clear()

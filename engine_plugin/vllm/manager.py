@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.kv_offload.base import (
     LoadStoreSpec,
     Locality,
@@ -39,6 +40,7 @@ from engine_plugin.vllm.messages import SlotSpec, WorkerReport, no_slots
 from engine_plugin.vllm.offers import Offers
 from engine_plugin.vllm.pd import PrefillDecode
 from engine_plugin.vllm.rates import LoadPolicy, Steps
+from engine_plugin.vllm.rest import Rest
 from engine_plugin.vllm.runs import by_group, group_of
 from engine_plugin.vllm.stores import KnownKeys, Stores
 
@@ -48,11 +50,8 @@ assert (Verdict.HIT, Verdict.MISS, Verdict.RETRY) == (0, 1, 2)
 
 #: A request of which a step computes fewer tokens than this is decoding, with some tokens speculated perhaps.
 PREFILL_CHUNK_MIN: Final = 32
-#: How long a step that has nothing to compute gives way to other threads while a request waits for an answer, which
-#: ends it. Without this the engine would ask itself the same over and over.
-GIVE_WAY_S: Final = 0.005
-#: The same while a load is under way, of whose end only another step learns. Not where the engine has paused by itself
-#: since the step before, as its loop does in a process of its own.
+#: Pause of a step that has nothing to compute while a load is under way, of whose end only another step learns. Not
+#: where the engine has paused by itself since the step before, as its loop does in a process of its own.
 GIVE_WAY_LOADING_S: Final = 0.0005
 
 
@@ -129,6 +128,8 @@ class KVStoreManager(OffloadingManager):
         self._steps = Steps(policy.note_step if policy is not None else nothing, time.monotonic)
         self._copies_s: dict[str, float] = {}  # of loads whose completion is about to be told
         self._load_nothing: set[str] = set()
+        self._may_rest = not pd.nested  # another connector may have work to do in steps
+        self._rest = Rest(link.wait_answer, EngineCoreProc.run_busy_loop)
         self._stores = Stores(
             link,
             workers=1 if slot_format.kind == SINGLE else workers,
@@ -155,12 +156,17 @@ class KVStoreManager(OffloadingManager):
 
     @guarded(nothing)
     def give_way(self) -> None:
-        """Where a request waits for an answer or a load: lets other threads of this process run, for a moment."""
+        """Where a request waits for an answer or a load: lets other threads of this process run, for a moment; and
+        other processes too, where nothing else is to be done before an answer is in.
+        """
         if self._lookups.loading():
             if time.monotonic() - self._gave_way_at < 2 * GIVE_WAY_LOADING_S:
                 self._link.wait_answer(GIVE_WAY_LOADING_S)
         elif self._lookups.waiting():
-            self._link.wait_answer(GIVE_WAY_S)
+            if self._may_rest and not self._stores.any_under_way and self._lookups.all_wait(self._alive):
+                self._rest.rest(self._lookups.due)
+            else:
+                self._rest.pause()
         self._gave_way_at = time.monotonic()
 
     @guarded(lambda _self: False)

@@ -98,7 +98,7 @@ class PrefillDecode:
     def __init__(self, side: Side, *, now: Callable[[], float], nested: bool = False) -> None:
         self._side = side
         self._now = now
-        self._nested = nested
+        self.nested = nested
         self._promised: dict[str, tuple[int, int, float]] = {}  # request -> tokens, settled tokens, until when
         self._offered: dict[str, _Offered] = {}  # requests of which a prefill engine is asked to tell
         self.counts: Counter[tuple[str, str]] = Counter()
@@ -120,7 +120,7 @@ class PrefillDecode:
                 if not self._side.loads:
                     raise BadParams("wrong_role", "this engine does not load (kv_role): it cannot decode for others")
                 tokens, settled = self._read_promise(params, prompt_tokens)
-                if not self._nested:
+                if not self.nested:
                     self._promised[req_id] = (tokens, settled, self._now() + self._side.wait_s)
         except BadParams as error:
             self.counts["pd", error.outcome] += 1
@@ -173,7 +173,7 @@ class PrefillDecode:
         }
         if ids:
             params[TOKEN_IDS] = ids
-        if not self._nested:
+        if not self.nested:
             params[REMOTE_PREFILL] = True
             params[REMOTE_DECODE] = False
         self.counts["pd", "handed_over"] += 1
