@@ -118,6 +118,8 @@ class KVStoreConnector(OffloadingConnector):
         # The first that a worker hears of a step, before any copy of it is asked for.
         self._worker.beside_compute = getattr(kv_connector_metadata, "kvstore_computes", True)
         super().handle_preemptions(kv_connector_metadata)
+        # By now it has begun every store of the steps before.
+        self._worker.asked_about(getattr(kv_connector_metadata, "kvstore_late", ()))
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         results = super().get_transfer_results(finished_req_ids)
@@ -175,6 +177,9 @@ class KVStoreConnector(OffloadingConnector):
         meta = super().build_connector_meta(scheduler_output)
         self._manager.on_scheduled(scheduler_output.num_scheduled_tokens)
         meta.kvstore_computes = scheduler_output.total_num_scheduled_tokens > 0  # type: ignore[attr-defined]
+        late = self._manager.late_stores()
+        if late:
+            meta.kvstore_late = late  # type: ignore[attr-defined]
         if scheduler_output.total_num_scheduled_tokens == 0:
             # Nothing to compute, and while a request waits for its lookup the engine would ask again at once. Where
             # scheduler and program share a process, that loop keeps the interpreter from the very thread that fetches

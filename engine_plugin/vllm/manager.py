@@ -29,6 +29,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from engine_plugin.vllm import metrics
+from engine_plugin.vllm.acks import Acks
 from engine_plugin.vllm.adapters import Adapters
 from engine_plugin.vllm.announced import Announced
 from engine_plugin.vllm.coming import NOTHING_EXPECTED, Expected
@@ -76,6 +77,7 @@ class KVStoreManager(OffloadingManager):
         drop: Blocks are claimed when they are found, and removed when they are loaded.
         policy: Says what is faster to load than to compute; None: everything is.
         offers: Says which of the blocks that are not there are to be stored.
+        acks: Hears from workers between steps; owned and closed by this manager.
     """
 
     def __init__(
@@ -94,8 +96,10 @@ class KVStoreManager(OffloadingManager):
         drop: bool = False,
         policy: LoadPolicy | None = None,
         offers: Offers | None = None,
+        acks: Acks | None = None,
     ) -> None:
         self._link = link
+        self._acks = acks
         self._format = slot_format
         self._workers = workers
         self._tokens_per_block = tokens_per_block
@@ -139,6 +143,7 @@ class KVStoreManager(OffloadingManager):
             announced=self._announced,
             offers=offers,
             windowed=windowed,
+            acks=acks,
         )
         #: Request -> by group, end token and key of its last load or store.
         self._last_offered: dict[str, dict[int, tuple[int, OffloadKey]]] = {}
@@ -238,7 +243,14 @@ class KVStoreManager(OffloadingManager):
             # Not None, which would have vLLM offer the same blocks again in every step, each time with a warning.
             return _nothing_to_store()
         slots = store.slots
-        spec = SlotSpec(slots.generation, slots.offsets, slots.epochs, ticket=store.ticket, format=self._format)
+        spec = SlotSpec(
+            slots.generation,
+            slots.offsets,
+            slots.epochs,
+            ticket=store.ticket,
+            format=self._format,
+            acks=self._stores.ack_address,
+        )
         return PrepareStoreOutput(keys_to_store=list(store.keys), store_spec=spec, evicted_keys=[])
 
     def _is_part(self, key: OffloadKey, req_context: ReqContext) -> bool:
@@ -331,7 +343,7 @@ class KVStoreManager(OffloadingManager):
         if report.attached:
             self._mapped.update(report.attached)
             self._announced.all_gone()  # with the pool that they were in; what is on disk is found by lookups again
-        self._stores.report(report.stores_done, report.stores_failed)
+        self._stores.report(report.stores_done, report.stores_failed, report.stores_lost)
         for req_id, seconds in report.loads_done.items():
             self._copies_s[req_id] = max(seconds, self._copies_s.get(req_id, 0.0))
         for reason in report.loads_failed.values():
@@ -389,7 +401,14 @@ class KVStoreManager(OffloadingManager):
             taken.clear()
         return metrics.stats_of(counts, self._link.attached, sum(self._registered.values()))
 
+    @guarded(list)
+    def late_stores(self) -> list[int]:
+        """Tickets of stores that workers are to be asked about in this step."""
+        return self._stores.late()
+
     @guarded(nothing)
     def shutdown(self) -> None:
+        if self._acks is not None:
+            self._acks.close()
         self._lookups.reset()
         self._link.close()

@@ -9,6 +9,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerM
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
 from vllm.v1.kv_offload.base import LoadStoreSpec
 
+from engine_plugin.vllm.acks import AckAddress
 from engine_plugin.vllm.layout import SlotFormat
 
 
@@ -23,6 +24,7 @@ class SlotSpec(LoadStoreSpec):
         ticket: Names a store towards the scheduler; 0 for a load.
         req_id: Request that a load belongs to; empty for a store.
         format: How the scheduler divides a slot. A worker that divides it otherwise must not touch it.
+        acks: Where the worker says that its copy of a store is over; None: in its report only.
     """
 
     generation: bytes
@@ -31,6 +33,7 @@ class SlotSpec(LoadStoreSpec):
     ticket: int = 0
     req_id: str = ""
     format: SlotFormat | None = None
+    acks: AckAddress | None = None
 
 
 def no_slots(req_id: str = "") -> SlotSpec:
@@ -44,8 +47,9 @@ class WorkerReport:
 
     Attributes:
         attached: Rank -> generation of the pool it has mapped (empty: none).
-        stores_done: Ticket -> number of workers whose copy is over, well or badly.
+        stores_done: Ticket -> ranks whose copy is over, well or badly.
         stores_failed: Tickets of which a worker could not copy its part.
+        stores_lost: Tickets that the scheduler has asked about and a worker knows nothing of.
         loads_done: Request -> seconds that the copies of its load took on the slowest worker.
         loads_failed: Request -> reason.
         hook_errors: Hook -> exceptions swallowed.
@@ -54,8 +58,9 @@ class WorkerReport:
     """
 
     attached: dict[int, bytes] = dataclasses.field(default_factory=dict)
-    stores_done: dict[int, int] = dataclasses.field(default_factory=dict)
+    stores_done: dict[int, set[int]] = dataclasses.field(default_factory=dict)
     stores_failed: set[int] = dataclasses.field(default_factory=set)
+    stores_lost: set[int] = dataclasses.field(default_factory=set)
     loads_failed: dict[str, str] = dataclasses.field(default_factory=dict)
     loads_done: dict[str, float] = dataclasses.field(default_factory=dict)
     hook_errors: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -68,9 +73,10 @@ class WorkerReport:
     def add(self, other: WorkerReport) -> None:
         """Takes another worker's report, or a later one, into this one."""
         self.attached.update(other.attached)
-        for ticket, count in other.stores_done.items():
-            self.stores_done[ticket] = self.stores_done.get(ticket, 0) + count
+        for ticket, ranks in other.stores_done.items():
+            self.stores_done.setdefault(ticket, set()).update(ranks)
         self.stores_failed |= other.stores_failed
+        self.stores_lost |= other.stores_lost
         self.loads_failed.update(other.loads_failed)
         for req_id, seconds in other.loads_done.items():
             self.loads_done[req_id] = max(seconds, self.loads_done.get(req_id, 0.0))

@@ -18,6 +18,7 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 import kvstore
 from engine_plugin.copy.contract import CopyEngine
 from engine_plugin.vllm import metrics
+from engine_plugin.vllm.acks import Acks
 from engine_plugin.vllm.announced import Announced
 from engine_plugin.vllm.autostart import ensure_daemon
 from engine_plugin.vllm.callers import locals_of_caller
@@ -116,6 +117,8 @@ class KVStoreSpec(OffloadingSpec):
                 drop=self._settings.drop_on_load,
                 policy=policy,
                 offers=Offers(self._settings.store_threshold, self._settings.max_tracker_size),
+                # Beside other connectors a step may find that what was copied came from a load that failed.
+                acks=Acks(link.commit) if self._facts.stores and not self._facts.nested else None,
             )
         return self._manager
 

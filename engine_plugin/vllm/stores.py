@@ -1,10 +1,12 @@
 """Stores of the engine: slots taken, copied by the workers, published or given back.
 
-A store is published only when every worker has reported its part done, and only by the completion that the engine
-passes on. Where the engine will pass none on (a reset drops the completions of stores under way), the store waits for
-the workers' own reports and its slots go back: never before, since a worker may still be writing into them.
+A store is published only when every worker has said that its part is done: with a word of its own as soon as it is
+(see acks), or with the completion that the engine passes on after a step. Where the engine will pass none on (a reset
+drops the completions of stores under way), the store waits for the workers' own reports and its slots go back: never
+before, since a worker may still be writing into them. A worker that has not reported for long is asked; what it does
+not know of, it will never write, so that a report that was lost holds no slots.
 
-Scheduler thread only, but for `_note_outcomes`. Knows nothing of vLLM.
+Scheduler thread only, but for `_note_outcomes` and `_commits_of`. Knows nothing of vLLM.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from typing import Final
 
 import numpy as np
 
+from engine_plugin.vllm.acks import AckAddress, Acks
 from engine_plugin.vllm.announced import Announced
 from engine_plugin.vllm.link import Commit, DaemonLink
 from engine_plugin.vllm.offers import Offers
@@ -31,6 +34,9 @@ KNOWN_MAX: Final = 262_144
 KNOWN_S: Final = 60.0
 #: How long an engine without requests goes on stepping for reports of workers that its reset has cut off.
 REPORTS_S: Final = 10.0
+#: Workers that have not reported a store for this long are asked about it, and again after as long. No copy takes that
+#: long, and asking about one that does costs nothing.
+ASK_S: Final = 5.0
 
 
 class KnownKeys:
@@ -76,9 +82,12 @@ class Store:
         ticket: Names it towards the workers.
         keys: What its slots are for, group after group, each in prefix order.
         parents: By group, the key before the first one, where it is known.
-        acks: Workers whose copy is over.
+        asked: When it began, or its workers were last asked about it.
+        acks: Ranks of the workers whose copy is over.
         failed: A worker could not copy its part.
+        lost: A worker's report of it was lost.
         orphan: The engine will not tell of its end.
+        settled_here: Its end is decided by this thread: no worker's word between steps counts any more.
     """
 
     ticket: int
@@ -86,21 +95,25 @@ class Store:
     slots: Slots
     parents: Mapping[int, bytes]
     apart: bytes = b""
-    acks: int = 0
+    asked: float = 0.0
+    acks: set[int] = dataclasses.field(default_factory=set)
     failed: bool = False
+    lost: bool = False
     orphan: bool = False
+    settled_here: bool = False
 
 
 class Stores:
     """See the module.
 
     Args:
-        workers: Number of workers that copy their part of each store.
+        workers: Number of workers that copy their part of each store: the first ranks.
         ready_generation: Gives the generation that all workers have mapped; None while they differ.
         ask_about: Asks, without waiting, which keys of a prefix are in the daemon; they become known.
         announced: Told what can be loaded and what cannot.
         offers: Says which of the blocks that are not there are to be stored now; None: all of them.
         windowed: Groups of which the end of a prefix is needed only.
+        acks: Hears from workers between steps; None: nothing is published before a step has ended.
     """
 
     def __init__(
@@ -114,14 +127,16 @@ class Stores:
         announced: Announced | None = None,
         offers: Offers | None = None,
         windowed: Collection[int] = (),
+        acks: Acks | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._link = link
+        self._acks = acks
         self._offers = offers or Offers()
         self._windowed = windowed
         self._ask_about = ask_about
         self._announced = announced or Announced(on=False)
-        self._workers = workers
+        self._ranks = frozenset(range(workers))
         self._known = known
         self._ready_generation = ready_generation
         self._now = now
@@ -183,11 +198,18 @@ class Stores:
         first = {group: members[0] for group, members in by_group(chosen).items()}
         offered_first = {members[0] for members in by_group(keys).values()}
         known = {group: before[key] for group, key in first.items() if key not in offered_first}
-        store = Store(self._tickets, chosen, slots, {**parents, **known}, apart)
+        store = Store(self._tickets, chosen, slots, {**parents, **known}, apart, self._now())
         self._under_way[store.ticket] = store
         for key in chosen:
             self._by_key[key] = store
+        if self._acks is not None:
+            self._acks.expect(store.ticket, self._ranks, functools.partial(self._commits_of, store))
         return store
+
+    @property
+    def ack_address(self) -> AckAddress | None:
+        """Where workers send their word to."""
+        return self._acks.address if self._acks is not None else None
 
     def leading(self, keys: Sequence[bytes], *, under_way: bool) -> int:
         """Length of the leading run of keys that are in the daemon, as far as is known, or on their way there too."""
@@ -199,31 +221,52 @@ class Stores:
     def _skip(self, reason: str, count: int) -> None:
         self.counts["skipped", reason] += count
 
-    def report(self, done: dict[int, int], failed: Iterable[int]) -> None:
-        """What workers have reported: copies over (by ticket, number of workers), and tickets that failed."""
+    def report(self, done: Mapping[int, Collection[int]], failed: Iterable[int], lost: Iterable[int] = ()) -> None:
+        """What workers have reported.
+
+        Args:
+            done: Ranks whose copy is over, by ticket.
+            failed: Tickets of which a worker could not copy its part.
+            lost: Tickets that a worker was asked about and knows nothing of.
+        """
         for ticket in failed:
             store = self._under_way.get(ticket)
             if store is not None:
                 store.failed = True
-        for ticket, count in done.items():
+        for ticket in lost:
             store = self._under_way.get(ticket)
             if store is not None:
-                store.acks += count
-                if store.orphan and store.acks >= self._workers:
-                    self._give_back(store, "dropped")
+                store.lost = store.failed = True
+        for ticket, ranks in done.items():
+            store = self._under_way.get(ticket)
+            if store is None:
+                continue
+            store.acks |= self._ranks.intersection(ranks)
+            if len(store.acks) == len(self._ranks) and (store.orphan or store.lost) and self._withdrawn(store):
+                self._give_back(store, "lost" if store.lost else "dropped")
+
+    def late(self) -> list[int]:
+        """Tickets of stores that workers are to be asked about now: they have not reported them for long."""
+        now = self._now()
+        late = [store for store in self._under_way.values() if store.asked + ASK_S <= now]
+        for store in late:
+            store.asked = now
+        return [store.ticket for store in late]
 
     def distrust(self) -> None:
         """What is being copied may be wrong: none of the stores under way is published."""
-        for store in self._under_way.values():
-            store.failed = True
+        for store in list(self._under_way.values()):
+            if self._withdrawn(store):
+                store.failed = True
 
     def complete(self, keys: Collection[bytes], success: bool = True) -> None:
         """The engine says that a store is through on all workers. Unknown and repeated completions are ignored."""
         for store in {self._by_key[key] for key in keys if key in self._by_key}:
-            if store.orphan:
+            if store.orphan or not self._withdrawn(store):
                 continue
-            if store.acks < self._workers:
+            if len(store.acks) < len(self._ranks):
                 store.orphan = True  # a worker may still be writing: its own report decides
+                self._reports_until = self._now() + REPORTS_S
                 continue
             if store.failed or not success:
                 self._give_back(store, "copy_failed")
@@ -231,6 +274,14 @@ class Stores:
             self._forget(store)
             for commit in self._commits_of(store):
                 self._link.commit(commit)
+
+    def _withdrawn(self, store: Store) -> bool:
+        """Takes a store's end into this thread's hands. False: it has been published already, and is forgotten."""
+        if self._acks is not None and not store.settled_here and self._acks.withdraw(store.ticket):
+            self._forget(store)
+            return False
+        store.settled_here = True
+        return True
 
     def _commits_of(self, store: Store) -> list[Commit]:
         """One for each group. Those of which a whole prefix is needed come last: who waits for a prefix to be there
@@ -251,16 +302,22 @@ class Stores:
         return [commit for _, commit in sorted(commits, key=lambda each: each[0])]
 
     def reset(self) -> None:
-        """The engine forgets its stores under way: none of them is published."""
-        for store in self._under_way.values():
-            store.orphan = True
+        """The engine forgets its stores under way: none of them is published from now on."""
         for store in list(self._under_way.values()):
-            if store.acks >= self._workers:
+            if not self._withdrawn(store):
+                continue
+            store.orphan = True
+            if len(store.acks) == len(self._ranks):
                 self._give_back(store, "dropped")
         self._reports_until = self._now() + REPORTS_S
         self._by_key.clear()
         self._outcomes.clear()
         self._known.clear()
+
+    @property
+    def any_under_way(self) -> bool:
+        """Whether a store's end is still to come."""
+        return bool(self._under_way)
 
     def waits_for_workers(self) -> bool:
         """Whether slots of before a reset are still held for workers that may be writing into them. Only steps of the

@@ -10,7 +10,7 @@ import dataclasses
 import logging
 import threading
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import numpy as np
@@ -22,10 +22,11 @@ from vllm.v1.kv_offload.base import (
 )
 
 from engine_plugin.copy.contract import Copy, CopyEngine, Fragments
+from engine_plugin.vllm.acks import AckSender
 from engine_plugin.vllm.far import FarCopies, FarCopy
 from engine_plugin.vllm.guard import guarded, limited_log, nothing
 from engine_plugin.vllm.layout import RankLayout, copies_of, pieces_of
-from engine_plugin.vllm.messages import SlotSpec, WorkerReport
+from engine_plugin.vllm.messages import SlotSpec, WorkerReport, no_slots
 from kvstore.errors import RetryLater, StaleGeneration
 from kvstore.remote import RemoteArena
 
@@ -95,6 +96,9 @@ class KVStoreWorker(OffloadingWorker):
         self._under_way: dict[int, list[Copy]] = {}
         self._far_under_way: dict[int, FarCopy] = {}
         self._finished: deque[_Outcome] = deque()
+        self._tickets: dict[int, int] = {}  # of stores that were begun and are not reported, by job
+        self._given_up: set[int] = set()  # tickets that the scheduler counts as lost
+        self._acks = AckSender()
         self._last_attached: bytes | None = None
         self._moved: Counter[str] = Counter()
         self._last_registered = (0, "")
@@ -107,6 +111,10 @@ class KVStoreWorker(OffloadingWorker):
     # -- vLLM's interface ----------------------------------------------------------------------------------------------
 
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
+        assert isinstance(dst_spec, SlotSpec)
+        self._tickets[job_id] = dst_spec.ticket
+        if dst_spec.ticket in self._given_up:
+            dst_spec = no_slots()
         self._submit(job_id, src_spec, dst_spec, is_load=False)
         return True
 
@@ -126,6 +134,7 @@ class KVStoreWorker(OffloadingWorker):
         while self._finished:
             outcome = self._finished.popleft()
             self._under_way.pop(outcome.job_id, None)
+            self._tickets.pop(outcome.job_id, None)
             self._far_under_way.pop(outcome.job_id, None)
             self._note(outcome)
             size, seconds = (None, None) if outcome.problem else (outcome.size_bytes, outcome.time_s)
@@ -146,7 +155,17 @@ class KVStoreWorker(OffloadingWorker):
     def shutdown(self) -> None:
         self._far.close()
         self._engine.close()
+        self._acks.close()
         self._client.close()
+
+    def asked_about(self, tickets: Collection[int]) -> None:
+        """The scheduler has not heard of these stores for long. What is neither under way nor about to be reported will
+        not be begun either, whatever has become of it.
+        """
+        for ticket in set(tickets).difference(self._tickets.values(), self._report.stores_done):
+            self._given_up.add(ticket)
+            self._report.stores_done[ticket] = {self._rank}
+            self._report.stores_lost.add(ticket)
 
     # -- for the connector ---------------------------------------------------------------------------------------------
 
@@ -224,6 +243,8 @@ class KVStoreWorker(OffloadingWorker):
                 self.hook_errors["copy_over"] += 1
                 limited_log("over", logging.ERROR, "kvstore: the end of a copy could not be judged", exc_info=True)
             self._finished.append(_Outcome(job_id, spec, is_load, problem, size_bytes, seconds))
+            if spec.acks is not None:
+                self._acks.send(spec.acks, spec.ticket, self._rank, not problem)
 
         size_bytes = 0
         job = (
@@ -277,7 +298,7 @@ class KVStoreWorker(OffloadingWorker):
     def _note(self, outcome: _Outcome) -> None:
         spec = outcome.spec
         if not outcome.is_load:
-            self._report.stores_done[spec.ticket] = self._report.stores_done.get(spec.ticket, 0) + 1
+            self._report.stores_done.setdefault(spec.ticket, set()).add(self._rank)
             if outcome.problem:
                 self._report.stores_failed.add(spec.ticket)
         elif outcome.problem:

@@ -12,13 +12,14 @@ import random
 
 import numpy as np
 
+from engine_plugin.vllm.acks import Acks
 from engine_plugin.vllm.coming import NOTHING_EXPECTED, Expected
 from engine_plugin.vllm.link import DaemonLink
 from engine_plugin.vllm.lookups import LoadPlan, Lookups, Verdict
 from engine_plugin.vllm.offers import Offers
 from engine_plugin.vllm.rates import LoadPolicy
 from engine_plugin.vllm.runs import hash_of
-from engine_plugin.vllm.stores import KnownKeys, Store, Stores
+from engine_plugin.vllm.stores import ASK_S, KnownKeys, Store, Stores
 from tests.plugin.fakes import SLOT_BYTES, FakeClient, FakeDaemon
 
 WORKERS = 2
@@ -103,6 +104,7 @@ class Engine:
             drop=drop,
             policy=self.policy,
         )
+        self.acks = Acks(self.link.commit, listen=False)
         self.stores = Stores(
             self.link,
             workers=WORKERS,
@@ -110,11 +112,13 @@ class Engine:
             ready_generation=self.ready_generation,
             ask_about=self.lookups.ask_about,
             offers=offers,
+            acks=self.acks,
             now=lambda: self.time,
         )
         self.requests: dict[str, Request] = {}
         self.copies: list[Copy] = []
-        self.acks: dict[int, int] = {}
+        self.ended: list[tuple[Copy, bool]] = []  # good or not; not reported so far
+        self.reported: dict[int, int] = {}  # by ticket, ranks
         self.loaded = 0
         self.asked = 0  # lookups
         self.failed = 0
@@ -173,6 +177,10 @@ class Engine:
         if self.version == 33:
             self.lookups.step_end(started, [])  # the last call of a step
         self.time += 0.01
+        here = {(copy.store.ticket, copy.rank) for copy in (*self.copies, *(copy for copy, _ in self.ended))}
+        for ticket in self.stores.late():
+            lost = {rank for rank in range(WORKERS) if (ticket, rank) not in here}
+            self.stores.report({ticket: lost}, (), {ticket} if lost else ())
         if turn:
             self.link.turn()
 
@@ -189,9 +197,26 @@ class Engine:
                 if arena is self.daemon.arena:
                     assert int(offset) // SLOT_BYTES in self.daemon.reserved, "a worker writes into a slot of others"
                 arena.slot(int(offset))[copy.rank * half : (copy.rank + 1) * half] = content_of(key, copy.rank)
-        self.stores.report({store.ticket: 1}, () if good else (store.ticket,))
-        self.acks[store.ticket] = self.acks.get(store.ticket, 0) + 1
-        if self.acks[store.ticket] == WORKERS and not copy.stale:
+        if rng.random() < 0.7:
+            self.acks.heard(store.ticket, copy.rank, good)  # the other ones are lost on the way
+            if rng.random() < 0.1:
+                self.acks.heard(store.ticket, copy.rank, good)
+            if rng.random() < 0.5:
+                self.ended.append((copy, good))  # the step's report comes later
+                return
+        self.report(copy, good, rng)
+
+    def report_one(self, rng: random.Random) -> None:
+        """A step tells of a copy that ended a while ago."""
+        if self.ended:
+            self.report(*self.ended.pop(rng.randrange(len(self.ended))), rng)
+
+    def report(self, copy: Copy, good: bool, rng: random.Random) -> None:
+        store = copy.store
+        for _ in range(1 if rng.random() < 0.9 else 2):  # a report that comes twice
+            self.stores.report({store.ticket: {copy.rank}}, () if good else (store.ticket,))
+        self.reported[store.ticket] = self.reported.get(store.ticket, 0) + 1
+        if self.reported[store.ticket] == WORKERS and not copy.stale:
             self.stores.complete(set(store.keys))
             if rng.random() < 0.1:
                 self.stores.complete(set(store.keys))  # a completion that comes twice
@@ -258,22 +283,13 @@ class Engine:
         self.lookups.reset()
         self.stores.reset()
         self.link.flush()
-        for copy in self.copies:
+        for copy in (*self.copies, *(copy for copy, _ in self.ended)):
             copy.stale = True
         for request in list(self.requests.values()):
             if request.load is not None:  # the engine drops its completion, and goes on as after a load
                 request.load = None
                 request.state = "running"
                 request.computed = 0
-
-    def lost_slots(self) -> set[int]:
-        """Slots of stores of which a worker has never reported its end: it might still be writing."""
-        return {
-            int(offset) // SLOT_BYTES
-            for store in self.stores._under_way.values()
-            if store.slots.generation == self.daemon.arena.generation
-            for offset in store.slots.offsets
-        }
 
     def run_out(self, rng: random.Random) -> None:
         """Everything comes to its end."""
@@ -284,16 +300,20 @@ class Engine:
         for _ in range(400):
             self.schedule()
             self.copy_one(rng)
+            self.report_one(rng)
             self.load_one(rng)
             self.come_up(rng)
             for request in list(self.requests.values()):
                 assert request.waited < 120, "a request waits for ever"
                 if request.state == "running" and request.computed >= len(request.keys):
                     self.finish(request)
-            if not self.requests and not self.copies:
+            if not self.requests and not self.copies and not self.ended:
                 break
         assert not self.requests
         assert not self.copies
+        for _ in range(2):  # workers are asked about what was never reported
+            self.time += ASK_S
+            self.schedule()
 
 
 def stored(chain: int, count: int, slots: int = 64) -> tuple[FakeDaemon, list[bytes]]:

@@ -97,7 +97,7 @@ class Rig:
         if store is not None:
             for each, offset in zip(store.keys, store.slots.offsets.tolist(), strict=True):
                 self.daemon.arena.slot(offset)[:] = content_of(each)
-            self.stores.report({store.ticket: 1}, ())
+            self.stores.report({store.ticket: {0}}, ())
             self.stores.complete(store.keys)
         self.step()
         return store
@@ -248,7 +248,7 @@ def test_what_was_being_copied_when_another_connectors_load_failed_is_not_publis
     store = rig.stores.prepare(keys, {}, lambda _key: 0)
     assert store is not None
     rig.stores.distrust()
-    rig.stores.report({store.ticket: 1}, ())
+    rig.stores.report({store.ticket: {0}}, ())
     rig.stores.complete(store.keys)
     rig.step()
     assert not rig.daemon.blocks

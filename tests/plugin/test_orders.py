@@ -16,9 +16,9 @@ from engine_plugin.vllm.link import BREAK_S
 from engine_plugin.vllm.lookups import ANSWERS_MAX, REPORT_STEPS, Verdict
 from engine_plugin.vllm.runs import hash_of
 from engine_plugin.vllm.stock import STOCK_BASE, STOCK_IDLE_S, STOCK_UNUSED_S
-from engine_plugin.vllm.stores import KNOWN_S, REPORTS_S
+from engine_plugin.vllm.stores import ASK_S, KNOWN_S, REPORTS_S
 from tests.plugin.engine_model import GROUP, WORKERS, Engine, Request, content_of, key_of, stored
-from tests.plugin.fakes import FakeDaemon
+from tests.plugin.fakes import SLOT_BYTES, FakeDaemon
 
 #: In `make test`; the others in `make test-orders`.
 FEW = 300
@@ -88,13 +88,15 @@ def one_order(seed: int) -> None:
         engine.mapped[rng.randrange(WORKERS)] = engine.client.arena
 
     def lose_acknowledgement() -> None:
-        """A worker's report of a store that never comes: its slots stay held as long as the engine lives."""
-        if engine.copies and rng.random() < 0.5:
-            engine.copies.pop(rng.randrange(len(engine.copies)))
+        """A worker's report of a store that never comes, whatever has become of its copy."""
+        lost = rng.choice((engine.copies, engine.ended))
+        if lost and rng.random() < 0.5:
+            lost.pop(rng.randrange(len(lost)))  # type: ignore[attr-defined]
 
     def foreign_acknowledgements() -> None:
         """Of stores and loads that are over, or never were."""
-        engine.stores.report({rng.randrange(1000, 2000): 1}, [rng.randrange(1000, 2000)])
+        engine.stores.report({rng.randrange(1000, 2000): {0}}, [rng.randrange(1000, 2000)], [rng.randrange(1000, 2000)])
+        engine.acks.heard(rng.randrange(1000, 2000), 0, True)
         engine.stores.complete([key_of(99, 99)])
         engine.lookups.load_done(f"request {rng.randrange(number + 1)} of another engine")
         engine.lookups.load_failed("nobody")
@@ -114,6 +116,7 @@ def one_order(seed: int) -> None:
         (lambda: engine.schedule(turn=False), 6),
         (engine.link.turn, 6),
         (lambda: engine.copy_one(rng), 16),
+        (lambda: engine.report_one(rng), 6),
         (lambda: engine.load_one(rng), 16),
         (lambda: on_some(engine.finish), 3),
         (lambda: on_some(engine.preempt), 2),
@@ -146,7 +149,7 @@ def one_order(seed: int) -> None:
     daemon.check()
     assert not daemon.leases
     assert not daemon.gone
-    assert daemon.reserved == engine.lost_slots()
+    assert not daemon.reserved, "a report that was lost holds slots"
     engine.link.close()
     assert not daemon.reserved
     for key, slot in daemon.blocks.items():
@@ -404,8 +407,9 @@ def test_an_engine_without_requests_goes_on_for_the_reports_that_a_reset_has_cut
     engine.finish(engine.requests["request"])
     engine.reset()
     assert engine.stores.waits_for_workers()
-    while engine.copies:
+    while engine.copies or engine.ended:
         engine.copy_one(rng)
+        engine.report_one(rng)
     assert not engine.stores.waits_for_workers()
 
     engine.submit("other", [key_of(9, place) for place in range(4)])
@@ -415,6 +419,75 @@ def test_an_engine_without_requests_goes_on_for_the_reports_that_a_reset_has_cut
     engine.reset()
     engine.time += REPORTS_S  # a worker that never reports does not keep the engine awake
     assert not engine.stores.waits_for_workers()
+
+
+def test_a_report_that_was_lost_is_asked_for_and_its_slots_go_back() -> None:
+    daemon = FakeDaemon(64)
+    engine = Engine(daemon)
+    engine.submit("request", [key_of(8, place) for place in range(4)])
+    engine.schedule()
+    engine.schedule()
+    store = engine.copies[0].store
+    assert [copy.rank for copy in engine.copies] == [0, 1]
+    engine.finish(engine.requests["request"])
+    del engine.copies[0]
+    engine.time += ASK_S
+    engine.schedule()
+    assert store.lost and store.acks == {0}
+    held = {int(offset) // SLOT_BYTES for offset in store.slots.offsets}
+    assert held <= daemon.reserved  # the other worker still copies
+    engine.time += 2 * STOCK_IDLE_S
+    engine.copy_one(random.Random(0))
+    engine.report_one(random.Random(0))
+    engine.link.turn()
+    assert not daemon.reserved
+    assert not daemon.blocks
+    assert engine.stores.counts["skipped", "lost"] == 4
+
+
+def test_a_store_is_published_when_its_last_worker_says_so_and_not_twice() -> None:
+    daemon = FakeDaemon(64)
+    engine = Engine(daemon)
+    keys = [key_of(8, place) for place in range(4)]
+    engine.submit("request", keys)
+    engine.schedule()
+    engine.schedule()
+    ticket = engine.copies[0].store.ticket
+    engine.acks.heard(ticket, 0, True)
+    engine.acks.heard(ticket, 0, True)
+    engine.link.turn()
+    assert not daemon.blocks
+    engine.acks.heard(ticket, 1, True)
+    engine.link.turn()
+    assert set(daemon.blocks) == {hash_of(key) for key in keys}
+    daemon.calls.clear()
+    engine.stores.report({ticket: {0, 1}}, ())
+    engine.stores.complete(set(keys))
+    engine.link.turn()
+    assert "commit" not in daemon.calls
+    assert not engine.stores.any_under_way
+
+
+@pytest.mark.parametrize("how", ["reset", "distrust", "bad"])
+def test_what_is_withdrawn_is_not_published_by_a_late_word(how: str) -> None:
+    daemon = FakeDaemon(64)
+    engine = Engine(daemon)
+    keys = [key_of(8, place) for place in range(4)]
+    engine.submit("request", keys)
+    engine.schedule()
+    engine.schedule()
+    ticket = engine.copies[0].store.ticket
+    engine.acks.heard(ticket, 0, how != "bad")
+    if how == "reset":
+        engine.reset()
+    elif how == "distrust":
+        engine.stores.distrust()
+    engine.acks.heard(ticket, 1, True)
+    engine.stores.report({ticket: {0, 1}}, {ticket} if how == "bad" else ())
+    engine.stores.complete(set(keys))
+    engine.link.turn()
+    assert not daemon.blocks
+    assert not engine.stores.any_under_way
 
 
 def test_requests_that_hold_answers_are_bounded() -> None:

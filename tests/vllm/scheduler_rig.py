@@ -21,6 +21,7 @@ import numpy as np
 
 import kvstore
 from engine_plugin.copy.contract import CopyEngine, CopyStats, Fragments, Then
+from engine_plugin.vllm.acks import Acks
 from tests.plugin.fakes import SLOT_BYTES, FakeClient, FakeDaemon
 
 BLOCK_TOKENS = 32
@@ -101,6 +102,7 @@ class SchedulerRig:
     Args:
         monkeypatch: Puts fakes in place of the client, the link's thread and the copy engine.
         blocks: KV blocks of the engine; one of them is vLLM's null block.
+        acks: The worker's word is heard between steps, on a thread of its own.
     """
 
     def __init__(
@@ -114,6 +116,7 @@ class SchedulerRig:
         blocks: int = 40,
         step_tokens: int = 128,
         events: bool = False,
+        acks: bool = False,
     ) -> None:
         import torch
         from vllm.config import (
@@ -142,6 +145,7 @@ class SchedulerRig:
         monkeypatch.setattr(
             spec_module, "DaemonLink", functools.partial(DaemonLink, threaded=False, now=lambda: self.time)
         )
+        monkeypatch.setattr(spec_module, "Acks", functools.partial(Acks, listen=acks))
         monkeypatch.setattr(spec_module.KVStoreSpec, "_copy_engine", lambda _self, _device: self.copies)
         monkeypatch.setattr("time.monotonic", lambda: self.time)
 

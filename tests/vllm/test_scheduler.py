@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,23 @@ def test_one_engine_stores_and_another_loads(rigs: Rigs, daemon: FakeDaemon) -> 
     prefill.answer("p2", tokens(2))
     assert prefill.counts.get("hit_blocks", 0) == 0
     assert decode.counts.get("stored_blocks/stored", 0) == 0
+
+
+def test_a_store_is_published_when_its_copy_ends_and_not_at_the_end_of_a_step(rigs: Rigs, daemon: FakeDaemon) -> None:
+    one = rigs(acks=True)
+    one.add("busy", tokens(1, 2))
+    while not one.copies.end_one(False):
+        one.step()
+
+    one.copies.poll()
+    pause = threading.Event()
+    for _ in range(3000):  # no step is made meanwhile; the clock stands still in these tests
+        one.link.turn()
+        if len(daemon.blocks) == 2 or pause.wait(0.01):
+            break
+    assert len(daemon.blocks) == 2
+    one.settle()
+    assert one.counts["stored_blocks/stored"] == 2
 
 
 def test_limits_of_a_request(rigs: Rigs, daemon: FakeDaemon) -> None:

@@ -96,7 +96,7 @@ class Rig:
         return self.worker.take_report()
 
     def store(self, ids: list[int], places: list[int], first: int = 0, **changes: Any) -> Any:
-        assert self.worker.submit_store(1, self.blocks(ids, first), self.slots(places, ticket=7, **changes))
+        assert self.worker.submit_store(1, self.blocks(ids, first), self.slots(places, **{"ticket": 7, **changes}))
         return self.finish(1)
 
     def load(self, ids: list[int], places: list[int], first: int = 0, **changes: Any) -> Any:
@@ -113,7 +113,7 @@ def rig() -> Any:
 
 def test_a_rank_writes_its_own_part_of_each_slot(rig: Rig) -> None:
     report = rig.store([3, 5, 1, 8], [4, 2])
-    assert report.stores_done == {7: 1}
+    assert report.stores_done == {7: {RANK}}
     assert not report.stores_failed
     assert rig.session.arena is not None
     memory = rig.session.arena.memory
@@ -239,12 +239,26 @@ def test_attachment_is_reported_when_it_changes(rig: Rig) -> None:
 def test_reports_of_ranks_add_up() -> None:
     from engine_plugin.vllm.messages import KVStoreWorkerMetadata, WorkerReport
 
-    one = KVStoreWorkerMetadata({5: 1}, report=WorkerReport({0: b"g"}, {7: 1}, {7}, {"r": "epoch"}))
-    two = KVStoreWorkerMetadata({5: 1}, report=WorkerReport({1: b"g"}, {7: 1, 8: 1}))
+    one = KVStoreWorkerMetadata({5: 1}, report=WorkerReport({0: b"g"}, {7: {0}}, {7}, {6}, {"r": "epoch"}))
+    two = KVStoreWorkerMetadata({5: 1}, report=WorkerReport({1: b"g"}, {7: {1}, 8: {1}}, set(), {9}))
     both = one.aggregate(two)
     assert isinstance(both, KVStoreWorkerMetadata)
     assert both.completed_jobs == {5: 2}
-    assert both.report == WorkerReport({0: b"g", 1: b"g"}, {7: 2, 8: 1}, {7}, {"r": "epoch"})
+    assert both.report == WorkerReport({0: b"g", 1: b"g"}, {7: {0, 1}, 8: {1}}, {7}, {6, 9}, {"r": "epoch"})
+
+
+def test_a_store_that_is_asked_about_is_under_way_or_will_never_be_begun(rig: Rig) -> None:
+    rig.worker.submit_store(1, rig.blocks([3, 5], 0), rig.slots([4], ticket=7))
+    rig.worker.asked_about([7, 8])
+    report = rig.worker.take_report()
+    assert report.stores_lost == {8}
+    assert report.stores_done == {8: {RANK}}
+    assert rig.finish(1).stores_done == {7: {RANK}}
+    assert rig.session.arena is not None
+    before = rig.session.arena.memory.copy()
+    late = rig.store([1, 2], [5], ticket=8)
+    assert 8 not in late.stores_done
+    assert np.array_equal(rig.session.arena.memory, before)
 
 
 def test_another_layout_than_the_schedulers_is_refused(rig: Rig) -> None:
