@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from kvstore.router.instances import Instance
@@ -29,11 +29,21 @@ class _InstancesCollector(Collector):
             "What it has been given and has not answered: prompt bytes for prefill, requests for decode.",
             labels=labels,
         )
+        paused = GaugeMetricFamily(
+            "kvstore_router_instance_paused",
+            "1 while the instance is left out, because it fails its requests though it says that it is well.",
+            labels=labels,
+        )
+        pauses = CounterMetricFamily("kvstore_router_instance_pauses", "How often it was left out.", labels=labels)
         for instance in self._instances:
+            paused.add_metric((instance.role, instance.url), float(instance.breaker.paused))
+            pauses.add_metric((instance.role, instance.url), instance.breaker.pauses)
             up.add_metric((instance.role, instance.url), float(instance.up))
             load.add_metric((instance.role, instance.url), instance.load)
         yield up
         yield load
+        yield paused
+        yield pauses
 
 
 class RouterMetrics:

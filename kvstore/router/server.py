@@ -9,7 +9,7 @@ import json
 import signal
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any, Final
 
 import aiohttp
@@ -64,11 +64,12 @@ class Router:
         settings: What it was told.
     """
 
-    def __init__(self, settings: RouterSettings) -> None:
+    def __init__(self, settings: RouterSettings, *, now: Callable[[], float] = time.monotonic) -> None:
         self._settings = settings
         self._upstream: Upstream | None = None
-        self._prefills = Pool("prefill", settings.prefill, self._look)
-        self._decodes = Pool("decode", settings.decode, self._look)
+        self._prefills = Pool("prefill", settings.prefill, self._look, now=now)
+        # Without prefill decode computes the prompt; without decode there is no answer.
+        self._decodes = Pool("decode", settings.decode, self._look, last_resort=True, now=now)
         self.metrics = RouterMetrics(self.instances)
         self._running = 0
         self._draining = False
@@ -148,6 +149,9 @@ class Router:
                     handover = await self._prefill(trip, body, headers, len(raw))
             except TimeoutError:
                 trip.prefill = "timeout"
+                for instance in self._prefills.instances:
+                    if instance.url == trip.prefill_url:
+                        instance.note_failure("takes longer than --prefill-timeout")
         step = json.dumps(flow.decode_body(trip.path, body, handover)).encode()
         return await self._decode(request, trip, step, headers)
 
@@ -175,15 +179,19 @@ class Router:
                             content = await answer.read()
             except InstanceFailed as error:
                 trip.problem = str(error)
+                instance.note_failure(str(error))
                 continue
             if answer.status != 200:
+                instance.note_answer()
                 trip.prefill, trip.problem = "refused", f"prefill answers {answer.status}"
                 return None
             try:
                 handover = flow.read_handover(trip.path, json.loads(content))
             except ValueError:
                 trip.problem = "prefill answers something that is not JSON"
+                instance.note_failure(trip.problem)
                 continue
+            instance.note_answer()
             trip.prefill = "ok"
             trip.prefill_s = trip.age_s() - began
             self.metrics.prefill_seconds.observe(trip.prefill_s)
@@ -213,6 +221,7 @@ class Router:
                                 first = await answer.content.readany()
                             else:
                                 first = await answer.read()
+                        instance.note_answer()
                         trip.first_byte_s = trip.age_s()
                         self.metrics.first_byte_seconds.observe(trip.first_byte_s)
                         if answer.content_type == "text/event-stream":
@@ -221,6 +230,7 @@ class Router:
             except InstanceFailed as error:
                 failure = error
                 trip.problem = str(error)
+                instance.note_failure(str(error))
         if failure.answer is not None:
             status, content_type, content = failure.answer
             return web.Response(status=status, body=content, content_type=content_type)
@@ -243,6 +253,7 @@ class Router:
                 # Too late for another instance. Said in the stream, and shown by an end that is none: a client that
                 # knows no such event must not take half an answer for a whole one.
                 self.metrics.broken.inc()
+                instance.note_failure(str(error))
                 trip.problem = f"in the middle: {error}"
                 event = {"error": _error_object(502, f"the decode instance failed in the middle: {error}")}
                 await relayed.write(b"data: " + json.dumps(event).encode() + b"\n\n")
@@ -275,10 +286,12 @@ class Router:
         if self._draining:
             state = "draining"
         elif able:
-            state = "ok" if any(instance.up for instance in prefills) else "degraded"
+            state = "ok" if any(each.up and not each.breaker.paused for each in prefills) else "degraded"
         page: dict[str, Any] = {"status": state}
         for role, instances in (("prefill", prefills), ("decode", decodes)):
-            page[role] = [{"url": each.url, "up": each.up, "load": each.load} for each in instances]
+            page[role] = [
+                {"url": each.url, "up": each.up, "paused": each.breaker.paused, "load": each.load} for each in instances
+            ]
         return web.json_response(page, status=200 if able and not self._draining else 503)
 
     async def _metrics(self, _request: web.Request) -> web.Response:

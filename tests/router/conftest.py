@@ -15,6 +15,7 @@ from aiohttp.test_utils import TestServer
 
 from kvstore.router.server import Router
 from kvstore.router.settings import router_settings
+from kvstore.testing.time import FakeClock
 from tests.router.vllm_server import FakeVLLM
 from tests.support import PATIENCE_S
 
@@ -30,6 +31,7 @@ class Routed:
     http: aiohttp.ClientSession
     prefills: list[FakeVLLM]
     decodes: list[FakeVLLM]
+    clock: FakeClock
 
     def url(self, path: str) -> str:
         return str(self.server.make_url(path))
@@ -93,12 +95,13 @@ async def routed() -> AsyncIterator[Start]:
                     **settings,
                 },
             )
-            router = Router(chosen)
+            clock = FakeClock()
+            router = Router(chosen, now=clock.monotonic)
             server = TestServer(router.app())
             await server.start_server()
             stack.push_async_callback(server.close)
             http = await stack.enter_async_context(aiohttp.ClientSession())
-            return Routed(router, server, http, made[:prefills], made[prefills:])
+            return Routed(router, server, http, made[:prefills], made[prefills:], clock)
 
         yield start
 
