@@ -8,8 +8,8 @@ What the caller promises
       last given to `use_pool`. Both stay valid, and nobody else writes to the side that is written, until `then` was
       called.
     * The fragments of a job do not overlap each other on the side that is written.
-    * All methods but `stats` are called from one thread. On a GPU that is the thread whose current stream is the one
-      that KV memory is written on.
+    * All methods but `stats` are called by one thread at a time. On a GPU `store` and `load` are called by the one
+      whose current stream is the one that KV memory is written on.
 
 What the engine promises
     * It is asynchronous: `store` and `load` return at once. A store reads KV memory only after everything that was
@@ -131,7 +131,9 @@ class CopyEngine(abc.ABC):
 
     @abc.abstractmethod
     def poll(self) -> None:
-        """Ends the jobs whose bytes have arrived. Never waits. To be called often; nothing else may end a job."""
+        """Ends the jobs whose bytes have arrived. Never waits. To be called often; nothing else may end a job (see
+        watched).
+        """
 
     @abc.abstractmethod
     def wait(self, copies: Collection[Any]) -> None:

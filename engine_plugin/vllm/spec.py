@@ -142,11 +142,15 @@ class KVStoreSpec(OffloadingSpec):
             from engine_plugin.copy.cpu import CpuCopyEngine
 
             return CpuCopyEngine(self._settings.settled_copy_threads())
+        import torch
+
         from engine_plugin.copy.cuda import CudaCopyEngine
         from engine_plugin.copy.cudart import CudaError
+        from engine_plugin.copy.watched import WatchedCopies
 
         try:
-            return CudaCopyEngine(device, self._settings.copy_engine)
+            engine = CudaCopyEngine(device, self._settings.copy_engine)
+            return WatchedCopies(engine, lambda: torch.cuda.set_device(engine.device))
         except CudaError as error:
             raise ConfigError(f"kvstore cannot copy from and to {device}: {error}") from None
 

@@ -36,6 +36,37 @@ def test_no_byte_is_wrong_in_random_round_trips(path: str, populated: float) -> 
     assert engine.stats().registered_bytes == 0
 
 
+def test_watched_stores_end_without_a_poll_and_no_byte_is_wrong() -> None:
+    import threading
+
+    import numpy as np
+    import torch
+
+    from engine_plugin.copy.contract import Fragments
+    from engine_plugin.copy.watched import WatchedCopies
+    from tests.gpu.rig import Pool, round_trips, wait_registered
+
+    pool = Pool(POOL_BYTES, 1.0)
+    inner = engine_of("auto", stage_bytes=1 << 20)
+    engine = WatchedCopies(inner, lambda: torch.cuda.set_device(inner.device))
+    engine.use_pool(pool)
+    wait_registered(engine, pool)
+    assert round_trips(engine, pool, 100, seed=3) > 0
+    kv = torch.randint(0, 256, (8 << 20,), dtype=torch.uint8, device="cuda")
+    told, problems = threading.Event(), []
+
+    def then(_seconds: float, error: BaseException | None) -> None:
+        problems.append(error)
+        told.set()
+
+    whole = [np.array([value], np.uint64) for value in (kv.data_ptr(), pool.address, kv.numel())]
+    engine.store(Fragments(*whole), then)
+    assert told.wait(30), "nobody has looked"
+    assert problems == [None]
+    engine.close()
+    assert engine.stats().registered_bytes == 0
+
+
 def test_copies_before_registration_are_right_and_counted() -> None:
     from tests.gpu.rig import Pool, round_trips
 
