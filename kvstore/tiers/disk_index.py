@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.tier import TierNamespace
-from kvstore.tiers.index_check import IndexDamaged, check_index_file, read_index_file
+from kvstore.tiers.index_check import IndexDamaged, Leaves, check_index_file, read_index_file
 
 DATA_FILE: Final = "data.mdb"
 #: Slab, extent, size_bytes, sequence.
@@ -63,18 +63,26 @@ def read_columns(path: Path) -> Iterator[Columns]:
         IndexDamaged: it is not whole; forget what was handed over.
         OSError: it cannot be read.
     """
-    for leaves in read_index_file(path):
-        blocks = (leaves.key_bytes > 1) & (leaves.data[leaves.keys] == _BLOCK[0])
-        for key_bytes in np.unique(leaves.key_bytes[blocks]).tolist():
-            rows = blocks & (leaves.key_bytes == key_bytes)
-            right = rows & (leaves.value_bytes == RECORD.size)
-            odd = rows & ~right
-            name = np.dtype((np.void, key_bytes - len(_BLOCK)))
-            yield Columns(
+    for columns in read_index_file(path, _columns):
+        yield from columns
+
+
+def _columns(leaves: Leaves) -> list[Columns]:
+    blocks = (leaves.key_bytes > 1) & (leaves.data[leaves.keys] == _BLOCK[0])
+    found = []
+    for key_bytes in np.flatnonzero(np.bincount(leaves.key_bytes[blocks])).tolist():
+        rows = blocks & (leaves.key_bytes == key_bytes)
+        right = rows & (leaves.value_bytes == RECORD.size)
+        odd = rows & ~right
+        name = np.dtype((np.void, key_bytes - len(_BLOCK)))
+        found.append(
+            Columns(
                 _gather(leaves.data, leaves.keys[right] + len(_BLOCK), name),
                 _gather(leaves.data, leaves.values[right], RECORD_TYPE),
                 _gather(leaves.data, leaves.keys[odd] + len(_BLOCK), name).tolist() if odd.any() else [],
             )
+        )
+    return found
 
 
 def _gather(

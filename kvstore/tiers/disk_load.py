@@ -12,7 +12,6 @@ import contextlib
 import dataclasses
 import gc
 import itertools
-import operator
 import os
 from collections.abc import Iterator, Sequence
 from typing import Final
@@ -36,7 +35,7 @@ from kvstore.tiers.disk_ledger import Ledger, Snapshot
 from kvstore.tiers.extent import ALIGN_BYTES, FOOTER_BYTES, Footer, extent_bytes_for, parse_footer
 from kvstore.tiers.files import aligned_memory
 from kvstore.tiers.index_check import IndexDamaged
-from kvstore.tiers.slabs import INDEX_BYTES_PER_BLOCK, RAW, Books, Entry, Slab
+from kvstore.tiers.slabs import GONE, INDEX_BYTES_PER_BLOCK, RAW, Books, Entry, Slab
 
 #: Set aside for all that is neither slab nor record: LMDB's first pages, texts of namespaces, the small files.
 FIXED_BYTES: Final = 1 << 20
@@ -220,8 +219,10 @@ def _warmth(slab: Slab) -> int:
 
 
 def _list_free(slab: Slab) -> None:
-    free = np.fromiter(map(operator.not_, slab.entries), dtype=bool, count=slab.extents)
-    written = np.frombuffer(slab.used, dtype=np.uint64) & RAW == 0
+    used = np.frombuffer(slab.used, dtype=np.uint64)
+    free = used & GONE != 0
+    assert int(np.count_nonzero(free)) == slab.extents - slab.count
+    written = used & RAW == 0
     slab.ready = np.flatnonzero(free & written)[::-1].tolist()
     slab.raw = np.flatnonzero(free & ~written)[::-1].tolist()
 

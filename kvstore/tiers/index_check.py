@@ -7,7 +7,8 @@ what it writes next. What the records say is not checked here; every record is d
 extent confirms it.
 
 Since all of it passes by here, the records are handed over from here as well, some thousands at a time and as arrays:
-with LMDB's cursor a million of them take a second more.
+with LMDB's cursor a million of them take a second more. Most of the work is numpy's, without the GIL, so a few threads
+share it.
 
 The layout is that of LMDB 0.9 data files (version 1, 64 bits, little-endian). A file of another version is refused by
 LMDB itself at open.
@@ -15,17 +16,20 @@ LMDB itself at open.
 
 from __future__ import annotations
 
+import collections
+import concurrent.futures
 import dataclasses
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Final
+from typing import Final, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 Pages = npt.NDArray[np.uint64]
+R = TypeVar("R")
 
 _HEADER_BYTES: Final = 16
 _META: Final = struct.Struct("<IIQQ")
@@ -43,6 +47,9 @@ _FREE: Final = "free pages"
 #: Pages read at a time, and the gap between two wanted pages that is read along rather than sought over.
 _SPAN_PAGES: Final = 2048
 _GAP_PAGES: Final = 16
+#: Threads that read and look at leaves, and how many spans they may be ahead of who takes the records.
+_THREADS: Final = 2
+_AHEAD: Final = 3
 
 
 class IndexDamaged(Exception):
@@ -66,8 +73,12 @@ class Leaves:
     value_bytes: npt.NDArray[np.int64]
 
 
-def read_index_file(path: Path) -> Iterator[Leaves]:
+def read_index_file(path: Path, take: Callable[[Leaves], R]) -> Iterator[R]:
     """Reads all of a data file that LMDB could reach. Only who came to the end knows that it is whole. Any thread.
+
+    Args:
+        take: Makes something of the records of some pages, on other threads. What it makes comes in the order of the
+            pages.
 
     Raises:
         IndexDamaged: it is not whole; what was handed over may be wrong.
@@ -75,25 +86,43 @@ def read_index_file(path: Path) -> Iterator[Leaves]:
     """
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        yield from _Checker(fd).run()
+        # The end of the block waits for the threads, so that none of them uses a descriptor that is closed.
+        with concurrent.futures.ThreadPoolExecutor(_THREADS, thread_name_prefix="kvstore-index") as threads:
+            yield from _Checker(fd, threads).run(take)
     finally:
         os.close(fd)
 
 
 def check_index_file(path: Path) -> None:
     """As read_index_file, for the check alone."""
-    for _ in read_index_file(path):
+    for _ in read_index_file(path, lambda _: None):
         pass
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Found(Generic[R]):
+    """What one span of leaves has.
+
+    Attributes:
+        nodes: How many records.
+        big: First page and length of each value that lies on pages of its own.
+        taken: What `take` made of the others.
+    """
+
+    nodes: int
+    big: list[tuple[int, int]]
+    taken: R
+
+
 class _Checker:
-    def __init__(self, fd: int) -> None:
+    def __init__(self, fd: int, threads: concurrent.futures.ThreadPoolExecutor) -> None:
         self._fd = fd
+        self._threads = threads
         self._page_bytes = 4096
         self._last_page = 0
         self._seen: npt.NDArray[np.bool_] = np.zeros(0, dtype=np.bool_)
 
-    def run(self) -> Iterator[Leaves]:
+    def run(self, take: Callable[[Leaves], R]) -> Iterator[R]:
         # Which pages exist for LMDB is what the newer of the two heads says.
         head = os.pread(self._fd, _HEADER_BYTES + _META.size + _TREE.size, 0)
         if len(head) < _HEADER_BYTES + _META.size + _TREE.size:
@@ -113,10 +142,10 @@ class _Checker:
             raise IndexDamaged(f"the last page is {self._last_page}")
         self._seen = np.zeros(min(self._last_page + 1, size_pages), dtype=np.bool_)
         self._mark(np.array([0, 1], dtype=np.uint64))
-        for leaves in self._walk(free, _FREE):
-            for at, length in zip(leaves.values.tolist(), leaves.value_bytes.tolist(), strict=True):
-                self._free_list(leaves.data[at : at + length].tobytes())
-        yield from self._walk(main, "records")
+        for lists in self._walk(free, _FREE, _values):
+            for data in lists:
+                self._free_list(data)
+        yield from self._walk(main, "records", take)
 
     def _meta(self, number: int) -> tuple[int, list[tuple[int, ...]], int]:
         page = os.pread(self._fd, self._page_bytes, number * self._page_bytes)
@@ -138,11 +167,12 @@ class _Checker:
             return
         if int(pages.max()) >= self._seen.size:
             raise IndexDamaged(f"page {int(pages.max())} is named and the file has {self._seen.size}")
-        if self._seen[pages].any() or np.unique(pages).size != pages.size:
+        ordered = np.sort(pages)
+        if self._seen[ordered].any() or (ordered[1:] == ordered[:-1]).any():
             raise IndexDamaged("a page is named twice")
-        self._seen[pages] = True
+        self._seen[ordered] = True
 
-    def _walk(self, tree: tuple[int, ...], what: str) -> Iterator[Leaves]:
+    def _walk(self, tree: tuple[int, ...], what: str, take: Callable[[Leaves], R]) -> Iterator[R]:
         _, flags, depth, _, _, _, entries, root = tree
         if root == _NO_ROOT:
             return
@@ -150,24 +180,40 @@ class _Checker:
         if depth > _DEPTH_MAX or (flags & ~0x08) != 0:
             raise IndexDamaged(f"the tree of {what} has depth {depth} and flags {flags:#x}")
         level: Pages = np.array([root], dtype=np.uint64)
-        counted = 0
-        for height in range(depth, 0, -1):
+        for _ in range(depth - 1):
             self._mark(level)
-            children: list[Pages] = []
-            for pages, numbers in self._read(np.sort(level)):
-                if height > 1:
-                    children.append(_branch_children(pages, numbers, what))
-                else:
-                    found, leaves = self._leaf(pages, numbers, what)
-                    counted += found
-                    yield leaves
-            if height > 1:
-                level = np.concatenate(children)
+            children = [_branch_children(self._read(span), span, what) for span in _spans(np.sort(level))]
+            level = np.concatenate(children)
+        counted = 0
+        if depth:
+            self._mark(level)
+            for found in self._leaves(np.sort(level), what, take):
+                counted += found.nodes
+                for page, length in found.big:
+                    data = self._overflow(page, length)
+                    if what == _FREE:
+                        self._free_list(data)
+                yield found.taken
         if counted != entries:
             raise IndexDamaged(f"the tree of {what} says {entries} entries and has {counted}")
 
-    def _leaf(self, pages: npt.NDArray[np.uint8], numbers: Pages, what: str) -> tuple[int, Leaves]:
-        """How many records there are, and those that lie in the pages themselves."""
+    def _leaves(self, numbers: Pages, what: str, take: Callable[[Leaves], R]) -> Iterator[_Found[R]]:
+        """Has the threads look at leaves, not too far ahead: what they have read stays in memory until it is taken."""
+        under_way: collections.deque[concurrent.futures.Future[_Found[R]]] = collections.deque()
+        try:
+            for span in _spans(numbers):
+                under_way.append(self._threads.submit(self._leaf, span, what, take))
+                if len(under_way) > _AHEAD:
+                    yield under_way.popleft().result()
+            while under_way:
+                yield under_way.popleft().result()
+        finally:
+            for future in under_way:
+                future.cancel()
+
+    def _leaf(self, numbers: Pages, what: str, take: Callable[[Leaves], R]) -> _Found[R]:
+        """Records of some leaves."""
+        pages = self._read(numbers)
         rows, nodes = _nodes(pages, numbers, _LEAF, what)
         words = pages.view("<u2")
         at = nodes // 2
@@ -180,14 +226,15 @@ class _Checker:
         if ((flags != 0) & ~big).any():
             raise IndexDamaged(f"a record of {what} has flags that are not ours")
         starts = nodes + _NODE_BYTES + key_bytes
-        for row, start, length in zip(rows[big], starts[big], data_bytes[big], strict=True):
-            data = self._overflow(int.from_bytes(pages[row, start : start + 8].tobytes(), "little"), int(length))
-            if what == _FREE:
-                self._free_list(data)
+        elsewhere = [
+            (int.from_bytes(pages[row, start : start + 8].tobytes(), "little"), int(length))
+            for row, start, length in zip(rows[big], starts[big], data_bytes[big], strict=True)
+        ]
         small = ~big
         keys = rows[small] * self._page_bytes + nodes[small] + _NODE_BYTES
         lengths = key_bytes[small]
-        return int(nodes.size), Leaves(pages.reshape(-1), keys, lengths, keys + lengths, data_bytes[small])
+        leaves = Leaves(pages.reshape(-1), keys, lengths, keys + lengths, data_bytes[small])
+        return _Found(int(nodes.size), elsewhere, take(leaves))
 
     def _overflow(self, page: int, length: int) -> bytes:
         count = -(-(length + _HEADER_BYTES) // self._page_bytes)
@@ -195,6 +242,8 @@ class _Checker:
             raise IndexDamaged(f"page {page} is named and the file has {self._seen.size}")
         self._mark(np.arange(page, page + count, dtype=np.uint64))
         data = os.pread(self._fd, _HEADER_BYTES + length, page * self._page_bytes)
+        if len(data) < _HEADER_BYTES + length:
+            raise IndexDamaged(f"the file ends within page {page}")
         number, _, flags, pages = struct.unpack_from("<QHHI", data, 0)
         if number != page or flags != _OVERFLOW or pages != count:
             raise IndexDamaged(f"page {page} does not continue a record")
@@ -213,22 +262,33 @@ class _Checker:
         # Pages that were never written lie beyond the end of the file, and may be free.
         self._mark(pages[pages < self._seen.size])
 
-    def _read(self, numbers: Pages) -> Iterator[tuple[npt.NDArray[np.uint8], Pages]]:
-        """Pages, sorted by number, some at a time: their bytes and their numbers."""
-        at = 0
-        while at < numbers.size:
-            window = numbers[at : at + _SPAN_PAGES]
-            within = (np.diff(window) <= _GAP_PAGES) & (window[1:] - window[0] < _SPAN_PAGES)
-            end = int(np.argmin(within)) + 1 if not within.all() else window.size
-            window = window[:end]
-            first, last = int(window[0]), int(window[-1])
-            wanted = (last + 1 - first) * self._page_bytes
-            data = os.pread(self._fd, wanted, first * self._page_bytes)
-            if len(data) < wanted:
-                raise IndexDamaged(f"the file ends at page {first + len(data) // self._page_bytes}")
-            span = np.frombuffer(data, dtype=np.uint8).reshape(-1, self._page_bytes)
-            yield (span if last + 1 - first == window.size else span[window - np.uint64(first)]), window
-            at += end
+    def _read(self, numbers: Pages) -> npt.NDArray[np.uint8]:
+        """The pages of a span."""
+        first, last = int(numbers[0]), int(numbers[-1])
+        wanted = (last + 1 - first) * self._page_bytes
+        data = os.pread(self._fd, wanted, first * self._page_bytes)
+        if len(data) < wanted:
+            raise IndexDamaged(f"the file ends at page {first + len(data) // self._page_bytes}")
+        pages = np.frombuffer(data, dtype=np.uint8).reshape(-1, self._page_bytes)
+        return pages if last + 1 - first == numbers.size else pages[numbers - np.uint64(first)]
+
+
+def _spans(numbers: Pages) -> Iterator[Pages]:
+    """Cuts sorted numbers of pages into what one read gets."""
+    at = 0
+    while at < numbers.size:
+        window = numbers[at : at + _SPAN_PAGES]
+        within = (np.diff(window) <= _GAP_PAGES) & (window[1:] - window[0] < _SPAN_PAGES)
+        window = window[: int(np.argmin(within)) + 1 if not within.all() else window.size]
+        yield window
+        at += window.size
+
+
+def _values(leaves: Leaves) -> list[bytes]:
+    return [
+        leaves.data[at : at + length].tobytes()
+        for at, length in zip(leaves.values.tolist(), leaves.value_bytes.tolist(), strict=True)
+    ]
 
 
 def _nodes(
