@@ -33,8 +33,10 @@ def kv_of(layout: str, page: int) -> list[Any]:
     def new(*shape: int) -> Any:
         return torch.randint(-128, 128, shape, dtype=torch.int8, device="cuda")
 
-    if layout == "LBHNC":  # layer by layer; LBNHC differs inside of a page only
+    if layout == "LBHNC":  # layer by layer
         return [new(BLOCKS, page) for _ in range(LAYERS)]
+    if layout == "LBNHC":  # the same, all layers in one allocation, as vLLM makes it
+        return list(new(LAYERS, BLOCKS, page))
     if layout == "BLHNC":  # all layers of a block side by side, as strided views
         whole = new(BLOCKS, LAYERS, page)
         return [whole[:, layer] for layer in range(LAYERS)]
@@ -74,7 +76,7 @@ def run(engine: Any, layout: Any, blocks: list[int], slots: list[int], *, is_loa
     return fragments.size_bytes
 
 
-@pytest.mark.parametrize("layout", ["LBHNC", "BLHNC", "packed", "padded"])
+@pytest.mark.parametrize("layout", ["LBHNC", "LBNHC", "BLHNC", "packed", "padded"])
 @pytest.mark.parametrize("page", [PAGE, 576 * 2 * TOKENS, 1000])
 def test_what_a_rank_stored_it_loads_into_other_blocks(engine: Any, layout: str, page: int) -> None:
     from engine_plugin.vllm.layout import DIRECT, SlotFormat, layout_of
@@ -119,22 +121,25 @@ def test_ranks_that_hold_the_same_take_turns_and_each_loads_all(engine: Any) -> 
         assert all(bool((tensor[[11, 12, 13, 14]] == tensor[[3, 9, 4, 7]]).all()) for tensor in kv)
 
 
-def test_heads_of_two_ranks_make_the_page_of_one(engine: Any) -> None:
+@pytest.mark.parametrize("page", ["NHC", "HNC"])
+@pytest.mark.parametrize("layout", ["LBHNC", "BLHNC", "padded"])
+def test_heads_of_two_ranks_make_the_page_of_one(engine: Any, layout: str, page: str) -> None:
     from engine_plugin.vllm.layout import CANONICAL, SlotFormat, layout_of
 
-    whole = kv_of("LBHNC", PAGE)
+    whole = kv_of(layout, PAGE)
     slot = SlotFormat(CANONICAL, 1, LAYERS * PAGE, 2)
+    # Where tokens come first, a rank's heads lie in a page once for every token.
+    times = TOKENS if page == "NHC" else 1
 
-    def layout(kv: list[Any], index: int, share: int) -> Any:
+    def planned(kv: list[Any], index: int, share: int) -> Any:
         part = PAGE // share
-        # A page is [token][head]: a rank's heads lie in it once for every token.
         heads = SimpleNamespace(
             local_offset=0,
-            canonical_offset=index * part // TOKENS,
-            fragment_size=part // TOKENS,
-            num_fragments=TOKENS,
-            local_stride=part // TOKENS,
-            canonical_stride=PAGE // TOKENS,
+            canonical_offset=index * part // times,
+            fragment_size=part // times,
+            num_fragments=times,
+            local_stride=part // times,
+            canonical_stride=PAGE // times,
         )
         mapping = SimpleNamespace(
             parallelism_agnostic=True, runs=(heads,), num_writers=1, writer_index=0, canonical_page_size_bytes=PAGE
@@ -142,10 +147,10 @@ def test_heads_of_two_ranks_make_the_page_of_one(engine: Any) -> None:
         return layout_of(caches_of(kv, part, [mapping] * LAYERS), slot, index)
 
     halves = [
-        [tensor.view(BLOCKS, TOKENS, 2, -1)[:, :, index].reshape(BLOCKS, -1).contiguous() for tensor in whole]
+        [tensor.reshape(BLOCKS, times, 2, -1)[:, :, index].reshape(BLOCKS, -1).contiguous() for tensor in whole]
         for index in range(2)
     ]
     for index, kv in enumerate(halves):
-        run(engine, layout(kv, index, 2), [3, 9, 4, 7], [1, 6], is_load=False)
-    run(engine, layout(whole, 0, 1), [11, 12, 13, 14], [1, 6], is_load=True)
+        run(engine, planned(kv, index, 2), [3, 9, 4, 7], [1, 6], is_load=False)
+    run(engine, planned(whole, 0, 1), [11, 12, 13, 14], [1, 6], is_load=True)
     assert all(bool((tensor[[11, 12, 13, 14]] == tensor[[3, 9, 4, 7]]).all()) for tensor in whole)
