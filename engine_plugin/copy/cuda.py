@@ -7,12 +7,15 @@ kernels too: what they need is short, and behind a large matrix product it would
 (registered or not) and each part goes the way that paths.choose names.
 
     staged     load:  copy engine, pool -> buffer; event; kernel, buffer -> KV memory; event frees the buffer
-                      (what fits into one buffer is on its way before the kernel's table is made)
+                      (what needs no table goes before the table is made)
                store: kernel, KV memory -> buffer; event; copy engine, buffer -> pool; event frees the buffer
                A direction has several buffers, so that copy engine and kernel work at the same time.
     batch      copy engine alone; queued by a thread where there are many fragments
     kernel     multiprocessors alone
     pageable   the batch call for memory that is not registered, during which the driver makes its caller wait
+
+A kernel finds its fragments in a table in pinned memory. It reads a short one where it is; a long one is fetched by a
+kernel too, since the copy engine would put it behind all that a load under way has queued.
 
 What is written to KV memory waits for an event on the caller's stream, as does what is read from it; what fills a
 buffer from the pool waits for nothing.
@@ -35,15 +38,19 @@ from engine_plugin.copy.cudart import CudaRuntime
 from engine_plugin.copy.lanes import STAGES, Job, Lane, Part, mark
 from engine_plugin.copy.registration import CHUNK_BYTES, Registration
 
-#: Of one buffer: long enough that starting and ending a copy costs little (300 us at 55 GB/s), short enough that the
-#: first and the last one, which nothing overlaps, cost little too.
-STAGE_BYTES: Final = 16 << 20
+#: Of one buffer: long enough that starting and ending a copy costs little (450 us at 55 GB/s) and the host is not kept
+#: busy with queueing, short enough that the first and the last one, which nothing overlaps, cost little too.
+STAGE_BYTES: Final = 24 << 20
 #: Of the streams, as CUDA counts: less is sooner, and 0 is what the model's kernels have.
 STORE_PRIORITY: Final = -1
 LOAD_PRIORITY: Final = -2
 #: Up to so many runs of a buffer are copied one by one; a batch costs the host as much as three copies, and the bus is
 #: busier between its copies.
-_SINGLE_COPIES_MAX: Final = 2
+_SINGLE_COPIES_MAX: Final = 3
+#: Fragments of a table that a kernel reads where it is, which takes a program two microseconds for each.
+_TABLE_READ_MAX: Final = 512
+#: Tables that every engine makes beforehand, by their columns.
+_TABLES: Final = (512, *(1 << bits for bits in range(9, 17)))
 #: Fragments of one batch call: some 130 us of the host, during which the driver lets nobody else launch.
 _BATCH_PART: Final = 256
 #: No program moves more than this of one fragment, so that few long fragments are spread as well.
@@ -103,6 +110,8 @@ class CudaCopyEngine(CopyEngine):
             for tuning in {STAGED, TO_HOST, TO_GPU}:
                 for common in (tuning.chunk_bytes, 16384, 8192, 4096, 16):
                     self._mover(16, common, tuning)
+            for lane in (self._store, self._load):
+                lane.give_tables([lane.take_table(columns) for columns in _TABLES])
             torch.cuda.synchronize()
             self._reads_tables = self._can_read_tables()
         self._registration: Registration | None = None
@@ -209,63 +218,63 @@ class CudaCopyEngine(CopyEngine):
         pool = job.registration.pool
         if self._path == "pageable":
             known = 0
-        run_bytes = runs.mean_run_bytes(fragments)
+        breaks = runs.breaks_of(fragments)
         fast, slow = fragments, None
-        if known < pool.size_bytes or run_bytes < paths.STAGED_RUN_BYTES_MIN:
-            fast = fragments = runs.in_pool_order(fragments)
-            run_bytes = runs.mean_run_bytes(fragments)
-        if known < pool.size_bytes:
-            ends = fragments.pool + fragments.size
-            inside = int(np.searchsorted(ends, np.uint64(pool.address + known), side="right"))
-            fast, slow = runs.take(fragments, slice(inside)), runs.take(fragments, slice(inside, None))
+        if known < pool.size_bytes or job.size_bytes < paths.STAGED_RUN_BYTES_MIN * (len(breaks) + 1):
+            fast = runs.in_pool_order(fragments)
+            if known < pool.size_bytes:
+                ends = fast.pool + fast.size
+                inside = int(np.searchsorted(ends, np.uint64(pool.address + known), side="right"))
+                fast, slow = runs.take(fast, slice(inside)), runs.take(fast, slice(inside, None))
+            breaks = runs.breaks_of(fast)
         if slow is not None and len(slow):
             self._queue_batch(lane, job, slow, lane.pageable, is_load, threaded=True)
             self._bytes["pageable"] += slow.size_bytes
         if not len(fast):
             return
+        size_bytes = job.size_bytes if slow is None else fast.size_bytes
         path = self._path
         if path in ("auto", "pageable"):
             path = paths.choose(
-                fast.size_bytes,
+                size_bytes,
                 len(fast),
-                run_bytes,
+                size_bytes // (len(breaks) + 1),
                 staging=lane.stage is not None,
                 mapped=self._mapped,
                 beside_compute=beside_compute,
                 is_load=is_load,
             )
-        if path == "staged" and is_load and lane.stage is not None and fast.size_bytes <= lane.stage_bytes:
-            self._queue_window(lane, job, fast)
-        elif path == "staged" and lane.stage is not None and int(fast.size.max()) <= lane.stage_bytes:
-            self._queue_staged(lane, job, fast, is_load)
+        if path == "staged" and lane.stage is not None and int(fast.size.max()) <= lane.stage_bytes:
+            if is_load and not len(breaks) and size_bytes <= lane.stage_bytes:
+                self._queue_run(lane, job, fast, size_bytes)
+            else:
+                self._queue_staged(lane, job, fast, is_load)
         elif path == "kernel" and self._mapped:
             self._queue_kernel(lane, job, fast, is_load)
         else:
             path = "batch"
             self._queue_batch(lane, job, fast, lane.copies, is_load, threaded=len(fast) > _BATCH_PART)
-        self._bytes[path] += fast.size_bytes
+        self._bytes[path] += size_bytes
 
-    def _queue_window(self, lane: Lane, job: Job, fragments: Fragments) -> None:
-        """Queues a load that one buffer holds. Nothing that can wait comes before the copy: what a single block takes
-        is what the host does until then, and the bus.
+    def _queue_run(self, lane: Lane, job: Job, fragments: Fragments, size_bytes: int) -> None:
+        """Queues a load from one run that one buffer holds, such as a block. It takes what the host does before the
+        copy is on its way, and the bus; so nothing that can wait comes before the copy, and no array is touched for it.
         """
-        assert lane.stage is not None
         buffer = lane.turn
         lane.turn = (buffer + 1) % STAGES
-        in_stage = np.cumsum(fragments.size) - fragments.size
-        in_stage += np.uint64(lane.stage.data_ptr() + buffer * lane.stage_bytes)
-        first, run_bytes = runs.runs_of(fragments, np.zeros(1, np.int64))
-        whole = runs.cut_at_borders(
-            Fragments(in_stage[first], fragments.pool[first], run_bytes),
-            job.registration.pool.address,
-            self._chunk_bytes,
-        )
+        start, stage = int(fragments.pool[0]), lane.stage_address + buffer * lane.stage_bytes
         lane.copies.wait_event(lane.emptied[buffer])
         started = mark(lane.copies)
-        self._copy_runs(lane.copies, whole.kv, whole.pool, whole.size, still=True)
+        done = 0
+        while done < size_bytes:  # a copy must not span two registrations
+            room = self._chunk_bytes - (start + done - job.registration.pool.address) % self._chunk_bytes
+            step = min(room, size_bytes - done)
+            self._runtime.copy(stage + done, start + done, step, lane.copies.cuda_stream)
+            done += step
         lane.filled[buffer].record(lane.copies)
+        in_stage = fragments.pool - np.uint64(start) + np.uint64(stage)
         pieces = runs.split(Fragments(fragments.kv, in_stage, fragments.size), _PIECE_BYTES)
-        launch = self._launcher(lane, job, pieces, True, STAGED, read_from_host=self._reads_tables)
+        launch = self._launcher(lane, job, pieces, True, STAGED)
         lane.kernels.wait_event(job.ready)
         lane.kernels.wait_event(lane.filled[buffer])
         launch(0, len(pieces))
@@ -280,9 +289,7 @@ class CudaCopyEngine(CopyEngine):
         buffers = (lane.turn + np.arange(count)) % STAGES
         lane.turn = (lane.turn + count) % STAGES
         before = np.cumsum(fragments.size) - fragments.size
-        shift = (
-            lane.stage.data_ptr() + buffers.astype(np.int64) * lane.stage_bytes - before[bounds[:-1]].astype(np.int64)
-        )
+        shift = lane.stage_address + buffers.astype(np.int64) * lane.stage_bytes - before[bounds[:-1]].astype(np.int64)
         in_stage = (before.astype(np.int64) + np.repeat(shift, np.diff(bounds))).astype(np.uint64)
         staged = Fragments(fragments.kv, in_stage, fragments.size)
         pieces = runs.split(staged, _PIECE_BYTES)
@@ -320,8 +327,8 @@ class CudaCopyEngine(CopyEngine):
                 copies.wait_event(lane.emptied[buffer_of[window]])
                 send(window)
                 lane.filled[buffer_of[window]].record(copies)
-            kernel_stream.wait_event(job.ready)
             launch = self._launcher(lane, job, pieces, is_load, STAGED)
+            kernel_stream.wait_event(job.ready)
             for window in range(count):
                 buffer = buffer_of[window]
                 kernel_stream.wait_event(lane.filled[buffer])
@@ -333,9 +340,7 @@ class CudaCopyEngine(CopyEngine):
                     lane.filled[buffer].record(copies)
             job.parts.append((started, mark(kernel_stream)))
             return
-        # A load under way has filled the queue of the copy engine towards the GPU: a table would wait for all of it.
-        busy = self._reads_tables and bool(self._load.jobs)
-        launch = self._launcher(lane, job, pieces, is_load, STAGED, read_from_host=busy)
+        launch = self._launcher(lane, job, pieces, is_load, STAGED)
         kernel_stream.wait_event(job.ready)
         started = mark(kernel_stream)
         for window in range(count):
@@ -424,27 +429,29 @@ class CudaCopyEngine(CopyEngine):
             job.parts.append(run())
 
     def _launcher(
-        self, lane: Lane, job: Job, pieces: Fragments, is_load: bool, tuning: Tuning, *, read_from_host: bool = False
+        self, lane: Lane, job: Job, pieces: Fragments, is_load: bool, tuning: Tuning
     ) -> Callable[[int, int], None]:
-        """Sends the table of a kernel, on the lane's stream; launches of it then name a range of it.
-
-        Args:
-            read_from_host: Do not send it: the kernel reads it where it is, which costs a microsecond for each piece.
+        """Writes the table of a kernel, and fetches it where it is long, on the lane's stream; launches of it then name
+        a range of it.
         """
+        count, stream = len(pieces), lane.kernels.cuda_stream
         aligned = runs.alignment(pieces.kv, pieces.pool, pieces.size)
         common = runs.alignment(pieces.size, most=tuning.chunk_bytes)
-        table = torch.empty((3, len(pieces)), dtype=torch.int64, pin_memory=True)
-        rows = table.numpy().view(np.uint64)
-        rows[0], rows[1] = (pieces.kv, pieces.pool) if is_load else (pieces.pool, pieces.kv)
-        np.floor_divide(pieces.size, np.uint64(kernels.word_size(aligned)), out=rows[2])
-        job.keep.append(table)
-        read = table
-        if not read_from_host:
+        table = lane.take_table(count)
+        job.tables.append(table)
+        rows = table.rows
+        rows[0, :count], rows[1, :count] = (pieces.kv, pieces.pool) if is_load else (pieces.pool, pieces.kv)
+        np.floor_divide(pieces.size, np.uint64(kernels.word_size(aligned)), out=rows[2, :count])
+        read = table.here
+        if not self._reads_tables:
             with torch.cuda.stream(lane.kernels):
-                read = table.to(self.device, non_blocking=True)
-            job.keep.append(read)
+                table.there.copy_(table.here, non_blocking=True)
+            read = table.there
+        elif count > _TABLE_READ_MAX:
+            fetch = self._mover(16, table.piece_bytes, STAGED)
+            fetch(table.itself, 0, table.itself.shape[1], STAGED.programs, stream)
+            read = table.there
         mover = self._mover(aligned, common, tuning)
-        stream = lane.kernels.cuda_stream
         return lambda first, end: mover(read, first, end, tuning.programs, stream)
 
     def _can_read_tables(self) -> bool:
@@ -478,7 +485,7 @@ class CudaCopyEngine(CopyEngine):
                 except Exception as error:  # the GPU is lost: no event will ever be over
                     job.error = error
                 lane.jobs.popleft()
-                self._end(job)
+                self._end(lane, job)
         if self._retired:
             self._end_retired()
 
@@ -490,10 +497,10 @@ class CudaCopyEngine(CopyEngine):
                     lane.jobs[0].synchronize()
                 self.poll()
 
-    def _end(self, job: Job) -> None:
+    def _end(self, lane: Lane, job: Job) -> None:
         self._failed += job.error is not None
         seconds = job.seconds() if job.error is None else 0.0
-        job.keep.clear()
+        lane.give_tables(job.tables)
         job.registration.jobs -= 1
         job.over = True
         job.then(seconds, job.error)

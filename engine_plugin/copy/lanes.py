@@ -1,12 +1,13 @@
-"""A direction's streams and buffers, and its jobs under way."""
+"""A direction's streams, buffers and tables, and its jobs under way."""
 
 from __future__ import annotations
 
 import concurrent.futures
 import logging
-from collections import deque
-from typing import Any, Final
+from collections import defaultdict, deque
+from typing import Final
 
+import numpy as np
 import torch
 
 from engine_plugin.copy.contract import Then
@@ -15,16 +16,39 @@ from engine_plugin.copy.registration import Registration
 
 log = logging.getLogger("vllm.kvstore")
 
-#: Buffers of a direction: one is filled, one is emptied, one is between the two.
-STAGES: Final = 3
+#: Buffers of a direction: one is between GPU and pool, and the kernel is through with the other long before.
+STAGES: Final = 2
+#: Columns of the smallest table; each larger one has twice as many.
+_COLUMNS_MIN: Final = 512
 #: Events around a part of a job.
 Part = tuple[torch.cuda.Event, torch.cuda.Event]
+
+
+class Table:
+    """What a kernel is to move, see kernels.move: int64 [3, columns].
+
+    Attributes:
+        here: In pinned memory, which the GPU can read; `rows` is the same memory.
+        there: The same on the GPU.
+        itself: A table of its own bytes, in pinned memory: from `here` to `there`, in pieces of piece_bytes.
+    """
+
+    def __init__(self, columns: int, device: torch.device) -> None:
+        self.here = torch.empty((3, columns), dtype=torch.int64, pin_memory=True)
+        self.rows = self.here.numpy().view(np.uint64)
+        self.there = torch.empty((3, columns), dtype=torch.int64, device=device)
+        self.piece_bytes = min(columns * 8, 16384)
+        at = np.arange(0, 3 * columns * 8, self.piece_bytes)
+        words = np.full(len(at), self.piece_bytes // 8)
+        self.itself = torch.from_numpy(
+            np.stack((self.there.data_ptr() + at, self.here.data_ptr() + at, words))
+        ).pin_memory()
 
 
 class Job:
     """A job under way: over when all its parts are."""
 
-    __slots__ = ("error", "futures", "keep", "layers", "over", "parts", "ready", "registration", "size_bytes", "then")
+    __slots__ = ("error", "futures", "layers", "over", "parts", "ready", "registration", "size_bytes", "tables", "then")
 
     def __init__(self, then: Then, size_bytes: int, registration: Registration, writing: torch.cuda.Stream) -> None:
         self.then = then
@@ -35,7 +59,7 @@ class Job:
         self.parts: list[Part] = []
         self.futures: list[concurrent.futures.Future[Part]] = []  # parts that a thread is queueing
         self.layers: list[torch.cuda.Event] = []
-        self.keep: list[Any] = []  # what the GPU reads until the job is over
+        self.tables: list[Table] = []  # what the GPU reads until the job is over
         self.error: BaseException | None = None
         self.over = False
 
@@ -94,21 +118,40 @@ class Lane:
         self.jobs: deque[Job] = deque()
         self.stage_bytes = stage_bytes
         self.stage: torch.Tensor | None = None
+        self.stage_address = 0
         self.filled = [torch.cuda.Event() for _ in range(STAGES)]
         self.emptied = [torch.cuda.Event() for _ in range(STAGES)]
         self.turn = 0
+        self._device = device
+        self._tables: defaultdict[int, list[Table]] = defaultdict(list)  # not in use, by columns
         self._runtime = runtime
         if stage_bytes:
             try:
                 self.stage = torch.empty(STAGES * stage_bytes, dtype=torch.uint8, device=device)
+                self.stage_address = self.stage.data_ptr()
             except torch.OutOfMemoryError:
                 log.warning(
                     "kvstore: no GPU memory for %d MB of buffers; copies are slower", STAGES * stage_bytes >> 20
                 )
 
+    def take_table(self, columns: int) -> Table:
+        """A table with room for so many columns. One that was used before costs nothing; memory for a new one may make
+        the driver wait for all that the GPU does.
+        """
+        room = max(_COLUMNS_MIN, 1 << (columns - 1).bit_length())
+        unused = self._tables[room]
+        return unused.pop() if unused else Table(room, self._device)
+
+    def give_tables(self, tables: list[Table]) -> None:
+        """Takes tables back that no kernel reads any more."""
+        for table in tables:
+            self._tables[table.here.shape[1]].append(table)
+        tables.clear()
+
     def close(self) -> None:
         """Gives memory and streams back; no job is under way."""
         self.thread.shutdown(wait=True)
         self.stage = None
+        self._tables.clear()
         for handle in self._handles:
             self._runtime.end_stream(handle)

@@ -48,12 +48,12 @@ def runs_of(fragments: Fragments, cuts: np.ndarray) -> tuple[np.ndarray, np.ndar
     return first, np.add.reduceat(size, first)
 
 
-def mean_run_bytes(fragments: Fragments) -> int:
-    """Mean length of the runs of fragments, in the order in which they are given."""
-    if not len(fragments):
-        return 0
-    breaks = np.count_nonzero(fragments.pool[:-1] + fragments.size[:-1] != fragments.pool[1:])
-    return fragments.size_bytes // (int(breaks) + 1)
+def breaks_of(fragments: Fragments) -> np.ndarray:
+    """Indices of the fragments that do not follow the one before them in the pool, in the order in which they are
+    given: there is one run more.
+    """
+    pool = fragments.pool
+    return np.flatnonzero(pool[:-1] + fragments.size[:-1] != pool[1:]) + 1
 
 
 def windows(size: np.ndarray, room: int) -> np.ndarray:

@@ -89,9 +89,10 @@ def test_a_fragment_larger_than_a_window_has_one_to_itself() -> None:
     assert runs.windows(np.array([5, 100, 5], np.uint64), 10).tolist() == [0, 1, 2, 3]
 
 
-def test_the_mean_run_counts_neighbouring_slots_as_one() -> None:
-    assert runs.mean_run_bytes(fragments_of([(0, 0, 4), (8, 4, 4), (0, 8, 4), (0, 100, 4)])) == 8
-    assert runs.mean_run_bytes(Fragments(*[np.empty(0, np.uint64)] * 3)) == 0
+def test_neighbouring_slots_are_one_run() -> None:
+    assert runs.breaks_of(fragments_of([(0, 0, 4), (8, 4, 4), (0, 8, 4), (0, 100, 4), (0, 90, 1)])).tolist() == [3, 4]
+    for none in (Fragments(*[np.empty(0, np.uint64)] * 3), fragments_of([(0, 7, 4)])):
+        assert not len(runs.breaks_of(none))
 
 
 @pytest.mark.parametrize(("value", "aligned"), [(32, 16), (16, 16), (24, 8), (4, 4), (6, 2), (7, 1)])
