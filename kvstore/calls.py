@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import select
 import socket
 import threading
@@ -33,7 +34,7 @@ class Calls(Protocol):
         """Makes a call whose answer nobody needs. It takes effect before any later call through the same object.
 
         Raises:
-            DaemonUnavailable: the daemon has gone; or, where this way has to wait for the answer, what call() raises.
+            DaemonUnavailable: the daemon has gone.
         """
 
 
@@ -49,15 +50,30 @@ class GrpcCalls:
         engine, admin = engine_pb2_grpc.EngineStub(channel), admin_pb2_grpc.AdminStub(channel)
         self._methods = {name: getattr(engine, name, None) or getattr(admin, name) for name in METHODS}
         self._endpoint = endpoint
+        self._lock = threading.Lock()  # guards the one below
+        self._posted: list[grpc.Future[Any]] = []  # what was sent and has no answer, as far as is known
 
     def call(self, method: str, request: Any, timeout_s: float) -> Any:
         """See Calls."""
+        self._settle(timeout_s)
         with client_errors(self._endpoint):
             return self._methods[method](request, timeout=timeout_s)
 
     def post(self, method: str, request: Any, timeout_s: float) -> None:
-        """See Calls. Waits for the answer: nothing else orders two gRPC calls."""
-        self.call(method, request, timeout_s)
+        """See Calls. Does not wait for the answer; the next call does, since nothing else orders two gRPC calls."""
+        posted = self._methods[method].future(request, timeout=timeout_s)
+        with self._lock:
+            self._posted = [*(each for each in self._posted if not each.done()), posted]
+
+    def _settle(self, timeout_s: float) -> None:
+        """Waits for the answers to all that was posted, whatever they are."""
+        with self._lock:
+            posted = self._posted
+        for each in posted:
+            with contextlib.suppress(grpc.RpcError, grpc.FutureTimeoutError, grpc.FutureCancelledError):
+                each.result(timeout_s)
+        with self._lock:
+            self._posted = [each for each in self._posted if not each.done()]
 
 
 class _Waiting:

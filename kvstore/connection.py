@@ -204,7 +204,11 @@ class Connection:
             RetryLater: the daemon or the session has gone.
         """
         self.check_usable()
-        attached.calls.post(method, request, self.timeout_s)
+        try:
+            attached.calls.post(method, request, self.timeout_s)
+        except ValueError:  # of gRPC, as in call()
+            self.check_usable()
+            raise
 
     def next_request_id(self) -> int:
         """A number for a call that takes something, see proto/kvstore/v1/engine.proto."""

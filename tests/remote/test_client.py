@@ -43,6 +43,15 @@ def test_what_is_stored_comes_back_and_travels_outside_of_grpc(far: FarDaemon) -
     assert after["sent_bytes"] - before["sent_bytes"] == 100 * SIZE
 
 
+def test_what_a_client_asks_after_a_select_comes_after_its_release(far: FarDaemon) -> None:
+    keys = names(3)
+    with far.connect() as client:
+        put(client, keys)
+        for _ in range(50):
+            check(client, keys)
+            assert client.stats()["pins"] == 0
+
+
 @pytest.mark.parametrize("size", [1, 4096, 4097, 100_001, 3 << 20])
 def test_sizes(far: FarDaemon, size: int) -> None:
     namespace = kvstore.Namespace(model=f"size-{size}", dtype="x", block_size=1, block_bytes=size)
