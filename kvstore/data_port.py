@@ -265,9 +265,9 @@ class DataPort:
         arrivals = self._hierarchy.arrivals
         try:
             if request.operation is Operation.READ:
-                arrivals.check_readable(session, request.offsets, request.epochs, request.first + request.length)
+                arrivals.check_readable(session, request.offsets, request.epochs, request.end)
             elif request.operation is Operation.WRITE:
-                arrivals.begin(session, request.offsets, request.epochs, request.first + request.length)
+                arrivals.begin(session, request.offsets, request.epochs, request.first, request.end)
         except StaleGeneration as error:
             raise _Refused(Status.STALE, str(error)) from None
         except InvalidRequest as error:
@@ -352,6 +352,7 @@ class _Connection:
 
     def _receive(self, request: Request, session: Session) -> None:
         port = self._port
+        received = 0
         try:
             self._stream.send(pack_reply(Status.GO))
             for offset, length in _runs(request):
@@ -359,11 +360,13 @@ class _Connection:
                     raise Lost("the session has ended")
                 with port._memory.buffer[offset : offset + length] as room:
                     self._stream.receive_into(room)
+                received += length // request.length if request.length else 0
         finally:
-            port._on_loop(lambda: port._hierarchy.arrivals.finish(request.offsets))
-        self._stream.send(pack_reply(Status.OK))
+            arrivals = port._hierarchy.arrivals
+            port._on_loop(lambda: arrivals.finish(request.offsets, request.first, request.end, received=received))
         port._count("write")
         port._count("received_bytes", request.length * len(request.offsets))
+        self._stream.send(pack_reply(Status.OK))
 
 
 def _runs(request: Request) -> Iterator[tuple[int, int]]:

@@ -100,6 +100,11 @@ class Request:
     offsets: Sequence[int]
     epochs: Sequence[int]
 
+    @property
+    def end(self) -> int:
+        """The byte behind the last one."""
+        return self.first + self.length
+
     def pack(self, secret: bytes, nonce: bytes, number: int) -> bytes:
         """Its bytes, sealed for one place on one connection."""
         head = _REQUEST.pack(

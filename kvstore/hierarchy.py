@@ -419,6 +419,8 @@ class Hierarchy:
         keys: Sequence[bytes],
         parent: bytes = b"",
         epochs: Sequence[int] | None = None,
+        *,
+        arrived: bool = False,
     ) -> list[Outcome]:
         """Publishes filled slots. A key that exists already sends its slot back.
 
@@ -426,14 +428,19 @@ class Hierarchy:
             parent: The key before keys[0]; empty where there is none or it is not known.
             epochs: Of the slots, as they were handed out. A call that comes late, when a slot has been handed out anew
                 (to this very session, perhaps), is told by them. None: not checked.
+            arrived: Whether all bytes must have come over the data port, since nobody in the session's group has the
+                mapping.
 
         Raises:
-            InvalidRequest: a key is empty or too long, or there are not as many keys as slots. Nothing was changed.
+            InvalidRequest: a key is empty or too long, there are not as many keys as slots, or bytes have not arrived.
+                Nothing was changed.
         """
         if len(offsets) != len(keys):
             raise InvalidRequest(f"{len(offsets)} slots and {len(keys)} keys: each slot needs one key")
         self.check_keys(keys)
         stale = self._stale(offsets, epochs)
+        if arrived:
+            self._check_arrived(session, keyspace, [offset for offset in offsets if offset not in stale])
         blocks, before = keyspace.blocks, keyspace.blocks.get(parent) if parent else None
         outcomes, chain, fates = [], [], []
         for offset, key in zip(offsets, keys, strict=True):
@@ -446,6 +453,7 @@ class Hierarchy:
             ):
                 outcomes.append(Outcome.NOT_RESERVED)
                 continue
+            self.arrivals.forget(offset)
             block = blocks.get(key)
             if block is not None:
                 del session.reserved[offset]
@@ -471,6 +479,14 @@ class Hierarchy:
             self.counts.stores[outcome.name.lower()] += number
         self.counts.bytes["stored"] += outcomes.count(Outcome.STORED) * keyspace.block_bytes
         return outcomes
+
+    def _check_arrived(self, session: Session, keyspace: Keyspace, offsets: Sequence[int]) -> None:
+        mine = [offset for offset in offsets if offset in session.reserved]
+        if unfilled := self.arrivals.unfilled(session, mine, keyspace.block_bytes):
+            raise InvalidRequest(
+                f"the bytes of {len(unfilled)} of {len(offsets)} slots have not all arrived over the data port: send "
+                "them before the commit, which has published nothing"
+            )
 
     def abort(self, session: Session, offsets: Sequence[int], epochs: Sequence[int] | None = None) -> int:
         """Returns slots unfilled. Those that the session does not hold (any more, see commit) are skipped.

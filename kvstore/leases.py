@@ -32,15 +32,17 @@ class Group(Share):
             attaches under the same name later must not take the old ones for its own.
         members: Sessions that have not ended.
         lingering: Sessions that ended before the last member did.
+        mapped: Whether any of them has ever had the mapping.
     """
 
-    __slots__ = ("id", "lingering", "members")
+    __slots__ = ("id", "lingering", "mapped", "members")
 
     def __init__(self, name: str, share_bytes: int) -> None:
         super().__init__(name, share_bytes)
         self.id = secrets.token_bytes(_GROUP_ID_BYTES)
         self.members: dict[bytes, Session] = {}
         self.lingering: list[Session] = []
+        self.mapped = False
 
 
 class Lease:

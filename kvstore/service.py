@@ -207,6 +207,7 @@ class EngineService(_Servicer, engine_pb2_grpc.EngineServicer):
         except KVStoreError:
             return False
         first, session.mapped = not session.mapped, True
+        session.group.mapped = True
         return first
 
     def mapping_closed(self, session_id: bytes) -> None:
@@ -363,6 +364,7 @@ class EngineService(_Servicer, engine_pb2_grpc.EngineServicer):
             request.keys,
             request.parent,
             unpack_epochs(request.epochs),
+            arrived=not session.group.mapped,
         )
         return engine_pb2.CommitReply(outcomes=bytes(outcomes))
 

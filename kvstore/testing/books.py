@@ -91,6 +91,7 @@ def _check_reservations(hierarchy: Hierarchy) -> dict[int, Keyspace]:
     held += [(offset, keyspace) for offset, (_, keyspace) in hierarchy.arrivals.orphans.items()]
     reserved = dict(held)
     assert len(reserved) == len(held), "a slot is taken twice"
+    assert hierarchy.arrivals.known <= reserved.keys(), "bytes are remembered of a slot that is not reserved"
     return reserved
 
 

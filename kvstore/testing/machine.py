@@ -338,7 +338,7 @@ class HierarchyMachine(RuleBasedStateMachine):
         writer = fellows[who % len(fellows)] if fellows else member
         offsets = list(member.stock)[:count]
         epochs = self.hierarchy.arrivals.epochs_of(offsets)
-        self.hierarchy.arrivals.begin(writer.session, offsets, epochs, 1)
+        self.hierarchy.arrivals.begin(writer.session, offsets, epochs, 0, 1)
         self.arriving.append(offsets)
         self.seen["arriving"] += 1
 
@@ -347,7 +347,7 @@ class HierarchyMachine(RuleBasedStateMachine):
     def arrived(self, which: int) -> None:
         """One of those transfers has ended; whoever held its slots may have gone long ago."""
         self.seen["arrived in an orphan"] += bool(self.hierarchy.arrivals.orphans)
-        self.hierarchy.arrivals.finish(self.arriving.pop(which % len(self.arriving)))
+        self.hierarchy.arrivals.finish(self.arriving.pop(which % len(self.arriving)), 0, 1, received=1)
 
     def _arrives_in(self, offset: int) -> bool:
         return any(offset in offsets for offsets in self.arriving)

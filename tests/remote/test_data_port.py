@@ -13,6 +13,7 @@ import pytest
 import kvstore
 from kvstore import data_port
 from kvstore.data_wire import HELLO, MAGIC, REQUEST_HEAD_BYTES, SLOTS_MAX, Lost, Operation, Status
+from kvstore.errors import InvalidRequest
 from kvstore.remote import RemoteArena
 from kvstore.testing import make_block
 from tests.remote.conftest import SIZE, FarDaemon, RawLine, names, put
@@ -217,6 +218,28 @@ def test_a_slot_that_bytes_arrive_in_goes_to_nobody_else(far: FarDaemon, raw: Ra
             assert line.stream.receive_reply()[0] is Status.OK
             assert engine.reserve(1).offsets.tolist() == slots.offsets.tolist()
             client.abort(others.generation, others.offsets, others.epochs)
+
+
+def test_a_commit_of_what_was_never_sent_is_refused(far: FarDaemon, raw: Raw) -> None:
+    keys = names(2, "faulty")
+    with far.connect() as faulty, far.connect() as other:
+        slots, _ = faulty.reserve_slots(2, 0, 0.0, (), None)
+        line = raw(faulty)
+        line.ask(line.request(Operation.WRITE, slots.offsets[:1], slots.epochs[:1], SIZE // 2))
+        assert line.stream.receive_reply()[0] is Status.GO
+        line.stream.send(bytes(SIZE // 2))
+        assert line.stream.receive_reply()[0] is Status.OK
+        for some in (slice(0, 2), slice(0, 1), slice(1, 2)):
+            with pytest.raises(InvalidRequest, match="have not all arrived over the data port"):
+                faulty.commit_slots(slots.generation, slots.offsets[some], slots.epochs[some], keys[some], 0, None)
+            assert other.lookup(keys) == other.lookup(keys[1:]) == 0
+        # Half of it was sent before; with the rest it is a block.
+        line.ask(line.request(Operation.WRITE, slots.offsets[:1], slots.epochs[:1], SIZE // 2, first=SIZE // 2))
+        assert line.stream.receive_reply()[0] is Status.GO
+        line.stream.send(bytes(SIZE // 2))
+        assert line.stream.receive_reply()[0] is Status.OK
+        assert faulty.commit_slots(slots.generation, slots.offsets[:1], slots.epochs[:1], keys[:1], 0, None) == [1]
+        assert other.lookup(keys) == 1
 
 
 def test_a_writer_that_dies_gives_its_slot_back(far: FarDaemon, raw: Raw) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvstore import arrivals
 from kvstore.arena import Arena
 from kvstore.blocks import Namespace
 from kvstore.errors import InvalidRequest, StaleGeneration
@@ -33,16 +34,31 @@ class World:
         offsets = self.hierarchy.reserve(session, self.keyspace, count).offsets
         return offsets, self.hierarchy.arrivals.epochs_of(offsets)
 
-    def begin(self, session: Session, offsets: list[int], epochs: list[int], end: int = SIZE) -> None:
-        self.hierarchy.arrivals.begin(session, offsets, epochs, end)
+    def begin(
+        self, session: Session, offsets: list[int], epochs: list[int], end: int = SIZE, *, first: int = 0
+    ) -> None:
+        self.hierarchy.arrivals.begin(session, offsets, epochs, first, end)
         check_invariants(self.hierarchy)
 
-    def finish(self, offsets: list[int]) -> None:
-        self.hierarchy.arrivals.finish(offsets)
+    def finish(self, offsets: list[int], end: int = SIZE, *, first: int = 0, received: int | None = None) -> None:
+        whole = len(offsets) if received is None else received
+        self.hierarchy.arrivals.finish(offsets, first, end, received=whole)
         check_invariants(self.hierarchy)
 
-    def commit(self, session: Session, offsets: list[int]) -> list[Outcome]:
-        return self.hierarchy.commit(session, self.keyspace, offsets, [b"%d" % offset for offset in offsets])
+    def send(self, session: Session, offsets: list[int], first: int = 0, end: int = SIZE) -> None:
+        self.begin(session, offsets, self.hierarchy.arrivals.epochs_of(offsets), end, first=first)
+        self.finish(offsets, end, first=first)
+
+    def commit(self, session: Session, offsets: list[int], *, arrived: bool = False) -> list[Outcome]:
+        keys = [b"%d" % offset for offset in offsets]
+        return self.hierarchy.commit(session, self.keyspace, offsets, keys, arrived=arrived)
+
+    def refuses(self, session: Session, offsets: list[int]) -> None:
+        """Nothing of them is published, and the session still holds them."""
+        with pytest.raises(InvalidRequest, match="have not all arrived"):
+            self.commit(session, offsets, arrived=True)
+        check_invariants(self.hierarchy)
+        assert not self.keyspace.blocks and session.reserved.keys() >= set(offsets)
 
 
 @pytest.fixture
@@ -117,17 +133,116 @@ def test_who_may_write(world: World) -> None:
 def test_who_may_read(world: World) -> None:
     scheduler, worker, stranger = world.session("g"), world.session("g"), world.session()
     offsets, epochs = world.reserve(scheduler)
-    arrivals = world.hierarchy.arrivals
+    books = world.hierarchy.arrivals
     with pytest.raises(StaleGeneration):
-        arrivals.check_readable(scheduler, offsets, epochs, SIZE)
+        books.check_readable(scheduler, offsets, epochs, SIZE)
     world.commit(scheduler, offsets)
     lease = world.hierarchy.acquire(scheduler, world.keyspace, [b"%d" % offsets[0]])
     assert lease is not None
-    arrivals.check_readable(worker, offsets, epochs, SIZE)
+    books.check_readable(worker, offsets, epochs, SIZE)
     with pytest.raises(InvalidRequest):
-        arrivals.check_readable(worker, offsets, epochs, SIZE + 1)
+        books.check_readable(worker, offsets, epochs, SIZE + 1)
     with pytest.raises(StaleGeneration):
-        arrivals.check_readable(stranger, offsets, epochs, SIZE)
+        books.check_readable(stranger, offsets, epochs, SIZE)
     world.hierarchy.release(scheduler, [lease.id])
     with pytest.raises(StaleGeneration):
-        arrivals.check_readable(worker, offsets, epochs, SIZE)
+        books.check_readable(worker, offsets, epochs, SIZE)
+
+
+def test_a_slot_that_nothing_was_sent_for_is_not_published(world: World) -> None:
+    session = world.session()
+    offsets, _ = world.reserve(session, 3)
+    world.refuses(session, offsets)
+    world.send(session, offsets[:2])
+    world.refuses(session, offsets)
+    assert world.commit(session, offsets[:2], arrived=True) == [Outcome.STORED] * 2
+    world.hierarchy.end_session(session)
+    check_idle(world.hierarchy)
+    # The slots of before are not full for whoever has them next.
+    other = world.session()
+    everything, _ = world.reserve(other, 10_000)
+    assert set(offsets) <= set(everything)
+    with pytest.raises(InvalidRequest):
+        world.commit(other, offsets[2:], arrived=True)
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [(0, SIZE - 1)],
+        [(1, SIZE)],
+        [(0, 100), (101, SIZE)],
+        [(0, 0)],
+        [(0, SIZE // 2)] * 2,
+    ],
+)
+def test_a_slot_that_was_filled_in_part_is_not_published(world: World, parts: list[tuple[int, int]]) -> None:
+    session = world.session()
+    offsets, _ = world.reserve(session)
+    for first, end in parts:
+        world.send(session, offsets, first, end)
+    world.refuses(session, offsets)
+    world.send(session, offsets, 0, 101)
+    world.send(session, offsets, 50, SIZE)
+    assert world.commit(session, offsets, arrived=True) == [Outcome.STORED]
+
+
+@pytest.mark.parametrize("parts", [[0, 1, 2, 3], [3, 2, 1, 0], [2, 0, 3, 1], [0, 2, 1, 1, 3]])
+def test_parts_make_up_a_slot_in_any_order(world: World, parts: list[int]) -> None:
+    session = world.session()
+    offsets, _ = world.reserve(session)
+    quarter = SIZE // 4
+    for part in parts:
+        world.refuses(session, offsets)
+        world.send(session, offsets, part * quarter, (part + 1) * quarter)
+    assert world.commit(session, offsets, arrived=True) == [Outcome.STORED]
+
+
+def test_a_write_that_broke_off_leaves_a_hole_until_it_is_repeated(world: World) -> None:
+    session = world.session()
+    offsets, epochs = world.reserve(session, 3)
+    world.send(session, offsets)  # full, and then half overwritten
+    world.begin(session, offsets, epochs)
+    world.finish(offsets, received=1)
+    world.refuses(session, offsets[1:])
+    assert world.commit(session, offsets[:1], arrived=True) == [Outcome.STORED]
+    world.hierarchy.delete(world.keyspace, [b"%d" % offsets[0]])
+    world.send(session, offsets[1:])
+    assert world.commit(session, offsets[1:], arrived=True) == [Outcome.STORED] * 2
+
+
+def test_writes_that_meet_a_failed_one_do_not_count(world: World) -> None:
+    session = world.session()
+    offsets, epochs = world.reserve(session)
+    world.begin(session, offsets, epochs)
+    world.begin(session, offsets, epochs)
+    world.finish(offsets, received=0)
+    world.finish(offsets)  # whole, but the other one wrote to the same bytes at the same time
+    world.refuses(session, offsets)
+    world.send(session, offsets)
+    assert world.commit(session, offsets, arrived=True) == [Outcome.STORED]
+
+
+def test_members_of_a_group_leave_out_what_nobody_uses(world: World) -> None:
+    scheduler, worker = world.session("g"), world.session("g")
+    offsets, epochs = world.reserve(scheduler, 2)
+    world.refuses(scheduler, offsets)
+    world.send(worker, offsets, 0, 1000)
+    world.begin(worker, offsets, epochs, 3000, first=2000)
+    world.finish(offsets, 3000, first=2000, received=1)
+    with pytest.raises(InvalidRequest):
+        world.commit(scheduler, offsets, arrived=True)
+    assert world.commit(scheduler, offsets[:1], arrived=True) == [Outcome.STORED]
+    world.send(worker, offsets[1:], 2000, 3000)
+    assert world.commit(scheduler, offsets[1:], arrived=True) == [Outcome.STORED]
+
+
+def test_more_pieces_than_are_remembered_never_make_a_whole(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arrivals, "_SPANS_MAX", 3)
+    session = world.session()
+    offsets, _ = world.reserve(session)
+    for at in [*range(0, SIZE, 8192), *range(4096, SIZE, 8192)]:
+        world.send(session, offsets, at, at + 4096)
+    world.refuses(session, offsets)
+    world.send(session, offsets)
+    assert world.commit(session, offsets, arrived=True) == [Outcome.STORED]

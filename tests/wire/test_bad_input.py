@@ -122,10 +122,19 @@ def test_offsets_that_are_not_whole(stranger: Stranger) -> None:
         assert (code, name) == (grpc.StatusCode.INVALID_ARGUMENT, "InvalidRequest") and "multiple of 8" in said
 
 
-def test_an_ordinary_lease_takes_nothing_away(stranger: Stranger) -> None:
+def test_a_session_without_the_mapping_cannot_commit_what_it_did_not_send(stranger: Stranger) -> None:
     at = {"session": stranger.session, "namespace": stranger.digest}
-    slots = stranger.call("Reserve", engine_pb2.ReserveRequest(**at, count=1))
-    stranger.call("Commit", engine_pb2.CommitRequest(**at, offsets=slots.offsets, keys=[b"a"]))
+    slots = stranger.call("Reserve", engine_pb2.ReserveRequest(**at, count=2))
+    request = engine_pb2.CommitRequest(**at, offsets=slots.offsets, keys=[b"a", b"b"])
+    status, _, why = refusal(lambda: stranger.call("Commit", request))
+    assert status is grpc.StatusCode.INVALID_ARGUMENT and "2 of 2 slots have not all arrived" in why
+    assert stranger.call("Lookup", engine_pb2.LookupRequest(**at, keys=[b"a"])).available == 0
+
+
+def test_an_ordinary_lease_takes_nothing_away(served: Daemon, stranger: Stranger) -> None:
+    with served.connect(NAMESPACE) as client:
+        assert client.insert([b"a"], [bytes(NAMESPACE.block_bytes)]).wait(PATIENCE_S).stored == 1
+    at = {"session": stranger.session, "namespace": stranger.digest}
     granted = stranger.call("Acquire", engine_pb2.AcquireRequest(**at, queries=[engine_pb2.Query(keys=[b"a"])]))
     lease = granted.grants[0].lease
     request = engine_pb2.ReleaseRequest(session=stranger.session, leases=[lease], remove=True)
