@@ -279,6 +279,17 @@ class Committer:
         await self._threads.call(Lane.COMMIT, lambda: self._ledger.write(snapshot))
         self.unmarked = 0
 
+    def reserve_index(self, size_bytes: int) -> None:
+        """Has the file system promise room for the index. Any thread, but for the loop's.
+
+        Raises:
+            OSError: ENOSPC above all.
+        """
+        try:
+            self._index.reserve(lambda: self._folder.reserve_index(size_bytes))
+        except IndexDamaged as damage:  # found out here; a commit will say so, too
+            raise OSError(errno.ESTALE, f"index: {damage}") from None
+
     def replace_index(self, index: DiskIndex) -> None:
         """Goes on with an index that was opened anew; what is pending is tried again."""
         self._index = index

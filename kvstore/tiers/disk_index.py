@@ -4,6 +4,10 @@ One data file in a folder of its own. Records: ``b`` + name of a block -> where 
 namespace. No lock file: the directory's own lock keeps other processes out, and within this one the index is read once,
 at open, and written by one thread afterwards, so no reader is ever open beside a writer, no stale one keeps pages from
 being used again, and the map may grow at any time. The records are read from the file, before LMDB maps it.
+
+LMDB ends the process over a page that is not as it left it, or that cannot be read. So each commit makes sure first
+that nobody else has changed the file since the last one (its length and the time of its last change say so), and that
+all of it is in memory.
 """
 
 from __future__ import annotations
@@ -15,7 +19,8 @@ import json
 import os
 import shutil
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,6 +30,7 @@ import numpy.typing as npt
 
 from kvstore.tier import TierNamespace
 from kvstore.tiers.index_check import IndexDamaged, Leaves, check_index_file, read_index_file
+from kvstore.tiers.page_cache import bring_in
 
 DATA_FILE: Final = "data.mdb"
 #: Slab, extent, size_bytes, sequence.
@@ -95,7 +101,7 @@ def _gather(
 
 
 class DiskIndex:
-    """An open index. One thread at a time.
+    """An open index. One thread at a time, but for what says otherwise.
 
     Attributes:
         map_bytes: What LMDB may map; grows where it must.
@@ -116,18 +122,20 @@ class DiskIndex:
             check_index_file(self.path)
         self.map_bytes = max(map_bytes, _MAP_BYTES_MIN)
         self._folder = folder
+        #: Held from a look at the file until what is done to it was noted.
+        self._changing = threading.Lock()
         self._env = self._opened()
         self._note_file()
 
     def _note_file(self) -> None:
         stat = self.path.stat()
-        self._file = (stat.st_dev, stat.st_ino, stat.st_size)
+        self._file = (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns)
 
     def check_file(self) -> None:
-        """LMDB reads through its map, and a page behind the end of a file that was cut off would end the process.
+        """Whether the file is what the last commit left.
 
         Raises:
-            IndexDamaged: it is not the file any more that was opened, or it is shorter.
+            IndexDamaged: it is another one, or it was written to or cut off.
         """
         try:
             stat = self.path.stat()
@@ -135,6 +143,8 @@ class DiskIndex:
             raise IndexDamaged("the file was removed") from None
         if (stat.st_dev, stat.st_ino) != self._file[:2] or stat.st_size < self._file[2]:
             raise IndexDamaged("the file was replaced or cut off")
+        if stat.st_mtime_ns != self._file[3]:
+            raise IndexDamaged("somebody else wrote to the file")
 
     def _opened(self) -> Any:
         """Opens it with a map of map_bytes, or of as much as there is address space for (ulimit -v)."""
@@ -204,7 +214,36 @@ class DiskIndex:
             IndexDamaged: nothing of it was applied, nor will anything be: somebody changed the file.
         """
         deletes, puts, namespaces = list(deletes), list(puts), list(namespaces)
-        self.check_file()
+        with self._changed():
+            bring_in(self.path, self._file[2])
+            self._commit(deletes, puts, namespaces)
+
+    def reserve(self, call: Callable[[], None]) -> None:
+        """Makes a call that reserves room for the file. Any thread; waits for a commit that goes on.
+
+        Raises:
+            IndexDamaged: as check_file does.
+            OSError: as the call does.
+        """
+        with self._changed():
+            call()
+
+    @contextlib.contextmanager
+    def _changed(self) -> Iterator[None]:
+        with self._changing:
+            self.check_file()
+            try:
+                yield
+            finally:
+                # What became of it meanwhile by somebody else's doing is left for the next check_file().
+                with contextlib.suppress(OSError):
+                    stat = self.path.stat()
+                    if (stat.st_dev, stat.st_ino) == self._file[:2] and stat.st_size >= self._file[2]:
+                        self._note_file()
+
+    def _commit(
+        self, deletes: Iterable[bytes], puts: Iterable[Record], namespaces: Iterable[TierNamespace | bytes]
+    ) -> None:
         while True:
             try:
                 with self._env.begin(write=True) as transaction:
@@ -217,7 +256,6 @@ class DiskIndex:
                             transaction.delete(_NAMESPACE + namespace)
                         else:
                             transaction.put(_NAMESPACE + namespace.digest, namespace_text(namespace))
-                self._note_file()
                 return
             except lmdb.MapFullError:
                 self._grow()  # nothing else is open
@@ -233,12 +271,17 @@ class DiskIndex:
         """After a failure within LMDB, which may refuse everything until it is opened anew.
 
         Raises:
-            IndexDamaged: the file is not whole; the index is closed.
-            OSError: it cannot be read.
+            IndexDamaged: the file is not whole, or some of it cannot be read; the index is closed.
+            OSError: it cannot be opened.
         """
         self.check_file()
         self.close()
-        check_index_file(self.path)
+        try:
+            check_index_file(self.path)
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            raise IndexDamaged(f"it cannot be read: {error}") from error
         self._env = self._opened()
         self._note_file()
 

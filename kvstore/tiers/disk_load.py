@@ -148,7 +148,8 @@ def _build(folder: DiskFolder, capacity_bytes: int, slabs: list[Slab], rebuilt: 
         for slab in books.slabs.values():
             _list_free(slab)
         with contextlib.suppress(OSError):  # a disk that is full keeps nobody from reading
-            folder.reserve_index(FIXED_BYTES // 2 + _blocks_max(books) * INDEX_BYTES_PER_BLOCK)
+            room = FIXED_BYTES // 2 + _blocks_max(books) * INDEX_BYTES_PER_BLOCK
+            index.reserve(lambda: folder.reserve_index(room))
         with contextlib.suppress(OSError):
             ledger.write(snapshot_of(books))
         return Loaded(books, index, ledger, index.namespaces(), rebuilt, len(stale))

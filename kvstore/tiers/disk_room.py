@@ -136,7 +136,7 @@ class Room:
         def create() -> Slab:
             slab = self._folder.create_slab(number, kind.extent_bytes, extents)
             try:
-                self._folder.reserve_index(index_bytes)
+                self._committer.reserve_index(index_bytes)
             except OSError:
                 self._folder.remove_slab(slab)
                 raise

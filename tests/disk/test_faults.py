@@ -300,7 +300,7 @@ async def test_a_read_past_the_end_of_a_slab_is_damage_at_once(tmp_path: Path) -
         assert await load(tier, [KEYS[3]]) == [ABSENT]
 
 
-@pytest.mark.parametrize("how", ["removed", "cut off", "replaced"])
+@pytest.mark.parametrize("how", ["removed", "cut off", "replaced", "written to"])
 async def test_an_index_that_vanishes_while_running_is_written_anew(tmp_path: Path, how: str) -> None:
     clock = FakeClock()
     async with opened(tmp_path, clock=clock, prewrite=False) as tier:
@@ -309,6 +309,8 @@ async def test_an_index_that_vanishes_while_running_is_written_anew(tmp_path: Pa
         data = tmp_path / "index" / "data.mdb"
         if how == "cut off":
             os.truncate(data, 4096)
+        elif how == "written to":
+            spoil(data)
         else:
             data.unlink()
             if how == "replaced":
@@ -323,12 +325,22 @@ async def test_an_index_that_vanishes_while_running_is_written_anew(tmp_path: Pa
         assert await load(tier, KEYS) == [ABSENT] + [OK] * 15
 
 
-async def test_a_cut_off_index_does_not_end_the_process_at_the_next_commit(tmp_path: Path) -> None:
+def spoil(file: Path) -> None:
+    """Other bytes in all of its pages, of the same length."""
+    with file.open("r+b") as opened_file:
+        opened_file.write(os.urandom(file.stat().st_size))
+
+
+@pytest.mark.parametrize("how", ["cut off", "written to"])
+async def test_a_changed_index_does_not_end_the_process_at_the_next_commit(tmp_path: Path, how: str) -> None:
     clock = FakeClock()
     async with opened(tmp_path, clock=clock, prewrite=False) as tier:
         await store(tier, KEYS)
         assert await tier.sync()
-        os.truncate(tmp_path / "index" / "data.mdb", 8192)
+        if how == "cut off":
+            os.truncate(tmp_path / "index" / "data.mdb", 8192)
+        else:
+            spoil(tmp_path / "index" / "data.mdb")
         assert await tier.delete(KEYS[:4]) == 4
         assert tier.state is TierState.DEGRADED
         await heal(tier, clock)

@@ -1,9 +1,10 @@
-"""A file system that others fill up, for real, and one that stands still."""
+"""A file system that others fill up, for real; one that stands still; one on a device that is not there any more."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import subprocess
 import sys
@@ -15,6 +16,9 @@ import pytest
 from kvstore.testing import FakeClock
 from kvstore.testing.tier_suite import BLOCK_BYTES, DEADLINE_S, load, name_of, present, store
 from kvstore.tier import ReadOutcome, TierState, WriteOutcome
+from kvstore.tiers.disk_index import RECORD, DiskIndex
+from kvstore.tiers.index_check import IndexDamaged
+from kvstore.tiers.page_cache import bring_in
 from tests.disk.media import PlainIO, heal, opened
 
 SIZE_BYTES = 64 << 20
@@ -172,3 +176,35 @@ async def test_a_frozen_file_system_costs_the_tier_and_nobody_else(tmp_path: Pat
             assert tier.state is TierState.OK
             assert await load(tier, keys) == [OK] * 8
             assert await present(tier, [name_of(99)]) == [False]
+
+
+def test_a_page_of_the_index_that_cannot_be_read_is_an_error_and_no_end(tmp_path: Path) -> None:
+    """LMDB would read it through its map, and the kernel would end the process."""
+    records = [(name_of(number), RECORD.pack(1, number, BLOCK_BYTES, number + 1)) for number in range(2000)]
+    with mounted("ext4", tmp_path) as point:
+        (point / "index").mkdir()
+        index = DiskIndex(point / "index", 1 << 24)
+        index.commit((), records)
+        index.close()
+        index = DiskIndex(point / "index", 1 << 24)
+        with index.path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        os.truncate(tmp_path / "image", 0)  # what the device had is lost; reading it is EIO
+        with pytest.raises(OSError) as caught:
+            index.commit([records[1000][0]], ())
+        assert caught.value.errno == errno.EIO
+        with pytest.raises(IndexDamaged, match=r"cannot be read|ends at page"):
+            index.reopen()
+
+
+def test_what_the_kernel_dropped_is_brought_in(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(bytes(5 << 20))
+    with file.open("rb") as opened_file:
+        os.fsync(opened_file.fileno())
+        os.posix_fadvise(opened_file.fileno(), 1 << 20, 3 << 20, os.POSIX_FADV_DONTNEED)
+    if not bring_in(file, 5 << 20):
+        pytest.skip("this file system keeps all of its files in memory")
+    assert bring_in(file, 5 << 20) == 0
+    with pytest.raises(OSError):
+        bring_in(file, 6 << 20)
