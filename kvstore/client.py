@@ -239,6 +239,20 @@ class Client(EngineCalls):
         )
         return int(reply.available)
 
+    def present(self, keys: Sequence[bytes], *, kv_group: int = 0) -> list[bool]:
+        """Which of these keys are in the pool or on the daemon's own disk, in any order. Promises nothing, and touches
+        no block.
+        """
+        if not keys:
+            return []
+        reply, _ = self._connection.ask(
+            lambda at: (
+                "Stat",
+                engine_pb2.StatRequest(session=at.session, namespace=digest_of(at), group=kv_group, keys=keys),
+            )
+        )
+        return [bool(each) for each in reply.present]
+
     @contextmanager
     def select(self, keys: Sequence[bytes], timeout_s: float, *, kv_group: int = 0) -> Iterator[Found]:
         """Waits until all blocks are there, or the time is up; gives the leading run as read-only views of the pool.

@@ -12,6 +12,7 @@ turn, in this order, since loads go before stores at every queue:
     aborts      slots back, also those whose commit got no answer
     releases    pins back, and blocks away that were claimed and loaded
     stock       empty slots topped up, or returned when nothing was stored for a while
+    questions   which keys are there, for nobody who waits
 
 Knows nothing of vLLM.
 """
@@ -56,6 +57,10 @@ class Commit:
     done: Callable[[np.ndarray], None] | None = None
 
 
+#: Keys, and what is called with which of them are there; with None where there is no answer.
+Question = tuple[Sequence[bytes], Callable[[list[bool] | None], None]]
+
+
 @dataclasses.dataclass(slots=True)
 class _Work:
     flush: bool = False
@@ -64,9 +69,11 @@ class _Work:
     aborts: list[Slots] = dataclasses.field(default_factory=list)
     releases: list[Grant] = dataclasses.field(default_factory=list)
     removals: list[Grant] = dataclasses.field(default_factory=list)
+    questions: list[Question] = dataclasses.field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.flush or self.queries or self.commits or self.aborts or self.releases or self.removals)
+        lists = self.queries, self.commits, self.aborts, self.releases, self.removals, self.questions
+        return self.flush or any(lists)
 
 
 class DaemonLink:
@@ -211,6 +218,12 @@ class DaemonLink:
             self._flushes_wanted += 1
             self._wake.notify()
 
+    def ask_whether_there(self, keys: Sequence[bytes], then: Callable[[list[bool] | None], None]) -> None:
+        """Asks behind which keys are there, in any order; `then` is called on the link's thread, once."""
+        with self._lock:
+            self._work.questions.append((keys, then))
+            self._wake.notify()
+
     def take_counts(self) -> Counter[tuple[str, str]]:
         """Events since the last call."""
         return self._calls.take_counts()
@@ -280,6 +293,9 @@ class DaemonLink:
         self._retry_removals = self._do_release(removals, remove=True)
         if not stop:
             self._do_stock()
+        for keys, then in work.questions:
+            able = self._client.attached and not stop
+            then(self._calls.call("present", self._client.present, keys)[0] if able else None)
         return stop
 
     def _note_attachment(self) -> None:

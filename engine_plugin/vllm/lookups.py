@@ -364,7 +364,7 @@ class Lookups:
         here = keys[: reply.available] if pins is None or pins.places is None else [keys[i] for i in pins.places]
         if here:
             self._on_present(here, reply.generation)
-            self._announced.there(here)
+            self._announced.there(here, self._apart(req_id.removesuffix(_WINDOWS)))
         if self._windowed is None and reply.available + reply.late + reply.taken < len(keys):
             self._on_absent(keys[reply.available :])
             self._announced.gone(keys[reply.available :])

@@ -31,7 +31,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from engine_plugin.vllm import metrics
 from engine_plugin.vllm.acks import Acks
 from engine_plugin.vllm.adapters import Adapters
-from engine_plugin.vllm.announced import Announced
+from engine_plugin.vllm.announced import Announced, Rounds
 from engine_plugin.vllm.coming import NOTHING_EXPECTED, Expected
 from engine_plugin.vllm.guard import guarded, limited_log, note_failure, nothing
 from engine_plugin.vllm.layout import SINGLE, SlotFormat
@@ -112,6 +112,7 @@ class KVStoreManager(OffloadingManager):
         self._known = KnownKeys(time.monotonic)
         self._adapters = Adapters()
         self._announced = announced or Announced(on=False)
+        self._rounds = Rounds(self._announced, link.ask_whether_there, time.monotonic)
         self._lookups = Lookups(
             link,
             deadline_s=deadline_s,
@@ -374,6 +375,7 @@ class KVStoreManager(OffloadingManager):
     @guarded(lambda _self: [])
     def take_events(self) -> Iterable[OffloadingEvent]:
         self._stores.take_outcomes()
+        self._rounds.turn()
         return [OffloadingEvent(keys, Medium.CPU, removed, Locality.LOCAL) for removed, keys in self._announced.take()]
 
     @guarded(nothing)

@@ -144,7 +144,7 @@ class Stores:
         self._tickets = 0
         self._under_way: dict[int, Store] = {}
         self._by_key: dict[bytes, Store] = {}
-        self._outcomes: deque[tuple[Sequence[bytes], bytes, np.ndarray]] = deque()
+        self._outcomes: deque[tuple[Sequence[bytes], bytes, bytes, np.ndarray]] = deque()
         self.counts: Counter[tuple[str, str]] = Counter()
 
     def prepare(
@@ -296,7 +296,7 @@ class Stores:
                 slots,
                 [hash_of(key, store.apart) for key in keys],
                 hash_of(parent, store.apart) if parent is not None else None,
-                done=functools.partial(self._note_outcomes, keys, slots.generation),
+                done=functools.partial(self._note_outcomes, keys, store.apart, slots.generation),
             )
             commits.append((group not in self._windowed, commit))
         return [commit for _, commit in sorted(commits, key=lambda each: each[0])]
@@ -326,17 +326,17 @@ class Stores:
         """
         return self._now() < self._reports_until and any(store.orphan for store in self._under_way.values())
 
-    def _note_outcomes(self, keys: Sequence[bytes], generation: bytes, outcomes: np.ndarray) -> None:
+    def _note_outcomes(self, keys: Sequence[bytes], apart: bytes, generation: bytes, outcomes: np.ndarray) -> None:
         """On the link's thread."""
-        self._outcomes.append((keys, generation, outcomes))
+        self._outcomes.append((keys, apart, generation, outcomes))
 
     def take_outcomes(self) -> None:
         """Learns from what the link has published."""
         while self._outcomes:
-            keys, generation, outcomes = self._outcomes.popleft()
+            keys, apart, generation, outcomes = self._outcomes.popleft()
             present = [key for key, outcome in zip(keys, outcomes.tolist(), strict=True) if outcome in (1, 2)]
             self._known.add(present, generation)
-            self._announced.there(present)
+            self._announced.there(present, apart)
             self._announced.never(set(keys).difference(present))
 
     def _give_back(self, store: Store, reason: str) -> None:

@@ -275,6 +275,10 @@ class FakeClient:
         daemon = self._call("lookup")
         return len(list(itertools.takewhile(lambda key: key in daemon.blocks or key in daemon.disk, keys)))
 
+    def present(self, keys: Sequence[bytes]) -> list[bool]:
+        daemon = self._call("present")
+        return [key in daemon.blocks or key in daemon.disk for key in keys]
+
     def release(self, leases: Iterable[FakeLease], *, remove: bool = False) -> int:
         daemon = self._call("release")
         mine = [lease for lease in leases if lease.generation == daemon.arena.generation]

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from engine_plugin.vllm.adapters import Adapters
-from engine_plugin.vllm.announced import Announced
+from engine_plugin.vllm.announced import ANSWER_S, ASK_EVERY_S, ASKED_MAX, Announced, Rounds
 from engine_plugin.vllm.runs import hash_of
 
 KEYS = [bytes([i]) * 36 for i in range(10)]
@@ -47,6 +47,80 @@ def test_nothing_is_noted_where_events_are_off() -> None:
     announced.never(KEYS)
     announced.all_gone()
     assert announced.take() == []
+
+
+class Asked:
+    """A daemon that answers when it is told to."""
+
+    def __init__(self) -> None:
+        self.time = 100.0
+        self.announced = Announced()
+        self.questions: list[tuple[list[bytes], Any]] = []
+        self.rounds = Rounds(self.announced, lambda keys, then: self.questions.append((keys, then)), lambda: self.time)
+
+    def answer(self, present: list[bytes] | None, *, apart: bytes = b"") -> None:
+        keys, then = self.questions.pop(0)
+        there = None if present is None else {hash_of(key, apart) for key in present}
+        then(None if there is None else [key in there for key in keys])
+        self.rounds.turn()
+
+    def turn(self, after_s: float = ASK_EVERY_S) -> None:
+        self.time += after_s
+        self.rounds.turn()
+
+
+def test_what_the_daemon_has_evicted_is_withdrawn() -> None:
+    asked = Asked()
+    asked.turn()
+    assert not asked.questions  # nothing is announced
+    asked.announced.there(KEYS[:4])
+    asked.announced.take()
+    asked.turn()
+    asked.turn()
+    assert len(asked.questions) == 1  # one at a time
+    asked.announced.there(KEYS[1:2])  # stored again since the question
+    asked.answer(KEYS[2:3])
+    assert asked.announced.take() == [(True, [KEYS[0], KEYS[3]])]
+    asked.turn()
+    asked.answer(KEYS[2:3])
+    assert asked.announced.take() == [(True, [KEYS[1]])]
+
+
+def test_no_answer_withdraws_nothing_and_ends_nothing() -> None:
+    asked = Asked()
+    asked.announced.there(KEYS[:4])
+    asked.announced.take()
+    asked.turn()
+    asked.answer(None)
+    asked.turn()
+    assert len(asked.questions) == 1
+    lost = asked.questions.pop()
+    asked.turn(ANSWER_S)
+    asked.turn()
+    asked.answer(KEYS[:3])
+    lost[1]([False] * 4)  # so late that it speaks of another time
+    asked.turn(0)
+    assert asked.announced.take() == [(True, [KEYS[3]])]
+
+
+def test_all_of_them_are_asked_about_in_turn() -> None:
+    asked = Asked()
+    keys = [number.to_bytes(36, "big") for number in range(ASKED_MAX + 10)]
+    asked.announced.there(keys, b"adapter")
+    seen = []
+    for _ in range(2):
+        asked.turn()
+        seen += asked.questions[0][0]
+        asked.answer(keys, apart=b"adapter")
+    assert seen[: len(keys)] == [hash_of(key, b"adapter") for key in keys]
+    assert len(asked.announced.take()) == 1  # all of them are there
+
+
+def test_nobody_asks_where_events_are_off() -> None:
+    asked = Asked()
+    asked.rounds = Rounds(Announced(on=False), asked.rounds._ask, lambda: asked.time)
+    asked.turn()
+    assert not asked.questions
 
 
 def adapter(folder: Path, number: int = 1, reload: bool = False) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from engine_plugin.vllm.announced import ASK_EVERY_S
 from tests.plugin.fakes import FakeDaemon
 from tests.vllm.scheduler_rig import BLOCK_TOKENS, SchedulerRig
 
@@ -276,6 +277,21 @@ def test_events_say_what_was_stored(rigs: Rigs, daemon: FakeDaemon) -> None:
     one.answer("never stored", tokens(2))
     one.step()
     assert len(tracker._pending_event_metadata) == BLOCKS  # vLLM has let go of what was never stored
+
+
+def test_events_say_what_the_daemon_has_evicted(rigs: Rigs, daemon: FakeDaemon) -> None:
+    from vllm.distributed.kv_events import BlockRemoved
+
+    one = rigs(events=True)
+    one.answer("a", tokens(1))
+    one.events.clear()
+    for key in list(daemon.blocks)[:2]:
+        daemon.evict(key)
+    for number in range(3):  # steps of any request bring the news
+        one.time += ASK_EVERY_S
+        one.answer(f"other {number}", tokens(2 + number, 1))
+    removed = [event for event in one.events if isinstance(event, BlockRemoved) and event.medium == "CPU"]
+    assert sum(len(event.block_hashes) for event in removed) == 2
 
 
 def random_life(rig: SchedulerRig, daemon: FakeDaemon, rng: random.Random, events: int) -> None:

@@ -46,6 +46,12 @@ def put(client: Client, names: list[bytes]) -> None:
     assert result.stored == len(names), result
 
 
+def test_present_says_which_keys_are_there_in_any_order(client: Client) -> None:
+    put(client, keys(3))
+    assert client.present([]) == []
+    assert client.present([b"none", *keys(3)[::-1], b"k"]) == [False, True, True, True, False]
+
+
 def test_the_example_of_the_documentation(served: Daemon) -> None:
     """As it stands there, but for the path."""
     keys = [b"prefix", b"suffix"]
