@@ -74,6 +74,8 @@ class Query:
         coming: Blocks are on their way; written by the link.
         expected: What another engine has promised of it.
         runs: Lengths of the runs that the hashes consist of; empty: they are one.
+        tokens: Tokens that need not be computed where all of them are there.
+        whole: That is so only where all are there, since they are the end of a prefix; False: each is worth its part.
         wanted: False: nobody waits for the answer any more; written by who asked.
     """
 
@@ -88,6 +90,12 @@ class Query:
     wanted: bool = True
     expected: Expected = NOTHING_EXPECTED
     runs: tuple[int, ...] = ()
+    tokens: int = 0
+    whole: bool = False
+
+    def at_stake(self, pending: int) -> float:
+        """Tokens that are computed if so many of its keys do not come."""
+        return self.tokens if self.whole else self.tokens * pending / max(1, len(self.hashes))
 
 
 @dataclasses.dataclass(slots=True)

@@ -343,7 +343,7 @@ class DaemonLink:
         if not query.wait:
             return 0.0
         return (
-            min(self._coming_s, self._policy.wait_s(lease.pending_from, lease.pending))
+            min(self._coming_s, self._policy.wait_s(lease.pending_from, lease.pending, query.at_stake(lease.pending)))
             if self._policy is not None
             else self._coming_s
         )

@@ -30,6 +30,7 @@ from engine_plugin.vllm.coming import NOTHING_EXPECTED, Expected, Pins, Query, R
 from engine_plugin.vllm.link import DaemonLink
 from engine_plugin.vllm.rates import LoadPolicy
 from engine_plugin.vllm.runs import by_group, group_of, hash_of, runs_of
+from engine_plugin.vllm.worth import Block, Worth
 
 #: Requests that may hold an answer at a time. The engine asks for its whole queue, and each answer pins blocks.
 ANSWERS_MAX: Final = 64
@@ -73,7 +74,7 @@ class _Request:
     refused: bool = False  # ANSWERED without an answer
     asked_step: int = 0
     loading_since: float = 0.0
-    loading: int = 0  # blocks
+    loading: int = 0  # bytes
     unwanted: bool = False  # its load is of no use to anybody: it failed, or the request has ended
 
 
@@ -106,11 +107,12 @@ class Lookups:
         apart: Gives what makes other KV of a request's tokens and is not in their keys.
         announced: Told what can be loaded and what cannot.
         drop: Blocks are claimed when they are found, and removed when they are loaded.
-        policy: Says whether what is there is faster to load than to compute; None: it always is. It counts blocks of a
-            prefix, and is not asked where a prefix has several groups of them.
+        policy: Says whether what is there is faster to load than to compute; None: it always is.
+        blocks: What a block of each group is.
         windowed: Groups of which the end of a prefix is needed only, and how many of its blocks; None: there is one
             group, and it is not one of those.
         only_windows: All groups are such.
+        end_of: Gives the token of a request at which a key's block ends; needed with `only_windows`.
     """
 
     def __init__(
@@ -128,10 +130,14 @@ class Lookups:
         announced: Announced | None = None,
         drop: bool = False,
         policy: LoadPolicy | None = None,
+        blocks: Mapping[int, Block] | None = None,
         windowed: Mapping[int, int] | None = None,
         only_windows: bool = False,
+        end_of: Callable[[str, bytes], int | None] = lambda _req_id, _key: None,
     ) -> None:
         self._link = link
+        self._worth = Worth(blocks or {}, windowed or {}, end_of)
+        self._only_windows = only_windows
         self._windowed = windowed
         self._windows_later = windowed if windowed and not only_windows else None
         self._expect = expect
@@ -297,7 +303,8 @@ class Lookups:
             deadline = self._now() + self._deadline_s
             keys = list(request.keys)
             prefix = self._prefix(keys)
-            apart = self._apart(req_id)
+            apart = self._apart(req_id.removesuffix(_WINDOWS))
+            tokens, whole = self._stake(req_id, keys)
             request.query = Query(
                 [hash_of(key, apart) for key in keys],
                 deadline,
@@ -307,6 +314,8 @@ class Lookups:
                 drop=self._drops,
                 wait=req_id.removesuffix(_WINDOWS) not in self._only_pool,
                 runs=runs_of(keys, self._windowed) if self._windowed is not None else (),
+                tokens=tokens,
+                whole=whole,
             )
             request.phase, request.asked_step = _Phase.ASKED, self._steps
             self._by_query[request.query] = req_id
@@ -314,6 +323,25 @@ class Lookups:
         self._gathering.clear()
         if queries:
             self._link.ask(queries)
+
+    # -- what it is worth ----------------------------------------------------------------------------------------------
+
+    def _stake(self, req_id: str, keys: Sequence[bytes]) -> tuple[int, bool]:
+        """Tokens that are computed without the blocks of a query; and whether without any one of them."""
+        if req_id.endswith(_WINDOWS):
+            prefix = self._requests[req_id.removesuffix(_WINDOWS)]
+            return self._worth.tokens(req_id, prefix.keys, prefix.found), True
+        return self._worth.tokens(req_id, keys, keys), self._only_windows
+
+    def _is_slow(self, req_id: str, asked: Collection[bytes], found: Collection[bytes]) -> bool:
+        """Whether what was found of a request is slower to load than to compute."""
+        if self._policy is None or not found or req_id.endswith(_WINDOWS):
+            return False  # windows were asked for because the prefix is loaded
+        tokens = self._worth.tokens(req_id, asked, found)
+        size_bytes = self._worth.size_bytes(found)
+        if self._windows_later:
+            size_bytes += self._worth.windows_bytes(tokens)
+        return not self._policy.loads(size_bytes, tokens)
 
     # -- the daemon answers --------------------------------------------------------------------------------------------
 
@@ -377,7 +405,7 @@ class Lookups:
         found = {key: number for number, key in enumerate(here)} if pins is not None else {}
         if pins is not None and self._distrusted:
             found = self._trusted(found, pins)
-        if found and self._policy is not None and self._windowed is None and not self._policy.loads(len(found)):
+        if self._is_slow(req_id, request.keys, found):
             slow = len(found)
             self.counts["misses", "slow"] += slow
             found = {}
@@ -439,7 +467,7 @@ class Lookups:
         if len(numbers) and int(numbers.min()) < 0:
             return None
         request.phase = _Phase.LOADING
-        request.loading_since, request.loading = self._now(), len(numbers)
+        request.loading_since, request.loading = self._now(), self._worth.size_bytes(keys)
         self._holders.discard(req_id)
         return LoadPlan(pins.generation, offsets[numbers], epochs[numbers])
 

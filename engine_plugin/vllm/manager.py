@@ -44,6 +44,7 @@ from engine_plugin.vllm.rates import LoadPolicy, Steps
 from engine_plugin.vllm.rest import Rest
 from engine_plugin.vllm.runs import by_group, group_of
 from engine_plugin.vllm.stores import KnownKeys, Stores
+from engine_plugin.vllm.worth import Block
 
 #: By Verdict, which is a number: enumerations hash slowly, and this is looked up for each block.
 _RESULT_OF: Final = (LookupResult.HIT, LookupResult.MISS, LookupResult.RETRY)
@@ -67,7 +68,7 @@ class KVStoreManager(OffloadingManager):
         link: The line to the daemon; owned and closed by this manager.
         slot_format: How ranks divide a slot.
         workers: Number of workers (ranks) of the engine.
-        tokens_per_block: By KV-cache group, tokens of one stored block.
+        blocks: By KV-cache group, what a stored block is.
         windowed: Groups of which the end of a prefix is needed only, and how many of its blocks.
         deadline_s: Longest wait for the answer to a lookup.
         pd: What is said to and heard from engines of the other side of disaggregated prefill.
@@ -86,7 +87,7 @@ class KVStoreManager(OffloadingManager):
         *,
         slot_format: SlotFormat,
         workers: int,
-        tokens_per_block: Mapping[int, int],
+        blocks: Mapping[int, Block],
         windowed: Mapping[int, int],
         deadline_s: float,
         pd: PrefillDecode,
@@ -102,7 +103,7 @@ class KVStoreManager(OffloadingManager):
         self._acks = acks
         self._format = slot_format
         self._workers = workers
-        self._tokens_per_block = tokens_per_block
+        self._tokens_per_block = tokens_per_block = {group: block.tokens for group, block in blocks.items()}
         self._prefix_group = next((group for group in tokens_per_block if group not in windowed), -1)
         self._grouped = len(tokens_per_block) > 1 or bool(windowed)
         self._stores_allowed = stores
@@ -126,8 +127,10 @@ class KVStoreManager(OffloadingManager):
             announced=self._announced,
             drop=drop,
             policy=policy,
+            blocks=blocks,
             windowed=windowed if self._grouped else None,
             only_windows=len(windowed) == len(tokens_per_block),
+            end_of=self._end_of,
         )
         self._policy = policy
         self._steps = Steps(policy.note_step if policy is not None else nothing, time.monotonic)
@@ -298,6 +301,11 @@ class KVStoreManager(OffloadingManager):
     def handover(self, req_id: str, token_ids: Sequence[int] | None) -> dict[str, Any] | None:
         """What a request that ends now answers to who asked for its prefill; None where nobody did."""
         return self._pd.handover(req_id, token_ids)
+
+    def _end_of(self, req_id: str, key: bytes) -> int | None:
+        """The token at which a key's block ends."""
+        context = self._alive.get(req_id)
+        return context.get_offload_key_position(OffloadKey(key)) if context is not None else None
 
     def _expected(self, req_id: str, keys: Sequence[OffloadKey]) -> Expected:
         """What another engine has promised of the keys of a query."""

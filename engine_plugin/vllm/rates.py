@@ -1,6 +1,6 @@
 """Load or recompute: how fast blocks come from each tier, how fast this engine computes, and which is faster.
 
-Everything is measured on the engine's own loads and steps, as seconds per block or token over the last few. What was
+Everything is measured on the engine's own loads and steps, as seconds per byte or token over the last few. What was
 not measured counts as fast, so that the first requests load; a measurement that speaks against a tier is believed for
 PROBE_S, then a request tries again. Whoever waits does so no longer than the blocks would take to compute, so that an
 attempt costs at most as much again.
@@ -49,16 +49,16 @@ class LoadPolicy:
     """See the module.
 
     Args:
-        tokens_per_block: Tokens of one stored block.
+        block_bytes: Size of a block.
         auto: False: everything that is there is loaded, and waited for.
     """
 
-    def __init__(self, tokens_per_block: int, now: Callable[[], float], *, auto: bool = True) -> None:
-        self._tokens_per_block = tokens_per_block
+    def __init__(self, block_bytes: int, now: Callable[[], float], *, auto: bool = True) -> None:
+        self._block_bytes = block_bytes
         self._now = now
         self._auto = auto
         self._token = Rate()
-        self._copy = Rate()  # a block from the pool into the engine's memory
+        self._copy = Rate()  # a byte from the pool into the engine's memory
         self._extra = Rate()  # what a load takes beyond its copy: the engine's steps before and after
         self._tiers: dict[str, Rate] = {}
         self.counts: Counter[tuple[str, str]] = Counter()  # scheduler thread
@@ -72,10 +72,10 @@ class LoadPolicy:
         if prefill_tokens >= max(PREFILL_TOKENS_MIN, PREFILL_SHARE_MIN * tokens):
             self._token.note(tokens, seconds, self._now())
 
-    def note_load(self, blocks: int, copy_s: float, whole_s: float) -> None:
+    def note_load(self, size_bytes: int, copy_s: float, whole_s: float) -> None:
         """A load from the pool: its copies, and all the time until the engine could go on."""
         now = self._now()
-        self._copy.note(blocks, copy_s, now)
+        self._copy.note(size_bytes, copy_s, now)
         self._extra.note(1, whole_s - copy_s, now)
 
     def note_coming(self, tier: str, blocks: int, seconds: float) -> None:
@@ -84,33 +84,38 @@ class LoadPolicy:
 
     # -- asked ---------------------------------------------------------------------------------------------------------
 
-    def compute_s(self, blocks: int) -> float:
-        """What so many blocks take to compute; infinite where that was not measured."""
+    def compute_s(self, tokens: float) -> float:
+        """What so many tokens take to compute; infinite where that was not measured."""
         token_s = self._token.s
-        return math.inf if token_s is None else blocks * self._tokens_per_block * token_s
+        return math.inf if token_s is None else tokens * token_s
 
-    def loads(self, blocks: int) -> bool:
-        """Whether so many blocks, which are in the pool, are faster to load than to compute."""
+    def loads(self, size_bytes: int, tokens: int) -> bool:
+        """Whether the KV of so many tokens, which is in the pool, is faster to load than to compute."""
         copy_s, extra_s = self._copy.s, self._extra.s
         slow = (
             self._auto
             and copy_s is not None
             and extra_s is not None
             and self._fresh(self._copy)
-            and extra_s + blocks * copy_s > self.compute_s(blocks)
+            and extra_s + size_bytes * copy_s > self.compute_s(tokens)
         )
         self.counts["decisions", "compute" if slow else "load"] += 1
         return not slow
 
-    def wait_s(self, tier: str, blocks: int) -> float:
-        """How long to wait at most for so many blocks from a tier below the pool; 0: they are faster to compute."""
+    def wait_s(self, tier: str, blocks: int, tokens: float) -> float:
+        """How long to wait at most for so many blocks from a tier below the pool; 0: what is computed without them is
+        computed faster.
+
+        Args:
+            tokens: How many tokens that is.
+        """
         if not self._auto:
             return math.inf
-        compute_s = self.compute_s(blocks)
+        compute_s = self.compute_s(tokens)
         rate = self._tiers.get(tier)
         if rate is None or rate.s is None or not self._fresh(rate):
             return compute_s
-        return compute_s if blocks * (rate.s + (self._copy.s or 0.0)) <= compute_s else 0.0
+        return compute_s if blocks * (rate.s + self._block_bytes * (self._copy.s or 0.0)) <= compute_s else 0.0
 
     def _fresh(self, rate: Rate) -> bool:
         return self._now() - rate.at < PROBE_S

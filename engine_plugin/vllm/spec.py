@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import TYPE_CHECKING, Any, Final
 
@@ -31,6 +32,7 @@ from engine_plugin.vllm.pd import PrefillDecode, Side
 from engine_plugin.vllm.rates import LoadPolicy
 from engine_plugin.vllm.settings import parse_settings
 from engine_plugin.vllm.worker import KVStoreWorker
+from engine_plugin.vllm.worth import Block
 from kvstore.endpoint import default_endpoint, parse_endpoint
 from kvstore.errors import ConfigError
 
@@ -39,6 +41,10 @@ if TYPE_CHECKING:
 
 #: Reserved slots are the engine's own bytes: at most one part in so many of its share waits empty.
 _STOCK_PART_OF_SHARE: Final = 2
+#: Unused part of a slot from which on it is said at start.
+_WASTE_SAID: Final = 0.02
+
+log = logging.getLogger("vllm.kvstore")
 
 
 def _connector() -> KVStoreConnector:
@@ -94,7 +100,7 @@ class KVStoreSpec(OffloadingSpec):
         if self._manager is None:
             self._ensure_daemon()
             assert self.namespace.block_size is not None
-            policy = LoadPolicy(self.namespace.block_size, time.monotonic, auto=self._settings.load_policy == "auto")
+            policy = LoadPolicy(self.namespace.block_bytes, time.monotonic, auto=self._settings.load_policy == "auto")
             link = DaemonLink(
                 self._connect("scheduler", self.namespace),
                 stock_max=self._stock_max(),
@@ -105,9 +111,7 @@ class KVStoreSpec(OffloadingSpec):
                 link,
                 slot_format=self._format,
                 workers=self.config.parallel.world_size,
-                tokens_per_block={
-                    group.group_id: group.tokens_per_block * self.blocks_per_chunk for group in self.config.groups
-                },
+                blocks=self._blocks(),
                 windowed=self._facts.windowed,
                 deadline_s=self._settings.verdict_deadline_s,
                 pd=PrefillDecode(self._side(), now=time.monotonic, nested=self._facts.nested),
@@ -153,6 +157,26 @@ class KVStoreSpec(OffloadingSpec):
             return WatchedCopies(engine, lambda: torch.cuda.set_device(engine.device))
         except CudaError as error:
             raise ConfigError(f"kvstore cannot copy from and to {device}: {error}") from None
+
+    def _blocks(self) -> dict[int, Block]:
+        """What a block of each group is. vLLM's layers have pages of one size; the largest group fills its slot."""
+        most = max(len(group.layer_names) for group in self.config.groups)
+        blocks = {
+            group.group_id: Block(
+                group.tokens_per_block * self.blocks_per_chunk,
+                self.namespace.block_bytes * len(group.layer_names) // most,
+            )
+            for group in self.config.groups
+        }
+        wasted = {group: 1 - block.size_bytes / self.namespace.block_bytes for group, block in blocks.items()}
+        if max(wasted.values()) > _WASTE_SAID:
+            log.warning(
+                "kvstore: the KV cache groups of this model have unequal numbers of layers, and slots are as large as "
+                "the largest one's blocks (%d bytes); blocks of %s leave room unused",
+                self.namespace.block_bytes,
+                ", ".join(f"group {group} {part:.0%}" for group, part in wasted.items() if part > _WASTE_SAID),
+            )
+        return blocks
 
     def _side(self) -> Side:
         assert self.namespace.block_size is not None

@@ -20,6 +20,7 @@ from engine_plugin.vllm.offers import Offers
 from engine_plugin.vllm.rates import LoadPolicy
 from engine_plugin.vllm.runs import hash_of
 from engine_plugin.vllm.stores import ASK_S, KnownKeys, Store, Stores
+from engine_plugin.vllm.worth import Block
 from tests.plugin.fakes import SLOT_BYTES, FakeClient, FakeDaemon
 
 WORKERS = 2
@@ -82,7 +83,7 @@ class Engine:
         self.daemon = daemon
         self.client = FakeClient(daemon)
         self.mapped = [self.client.arena] * WORKERS
-        self.policy = LoadPolicy(TOKENS, lambda: self.time, auto=auto)
+        self.policy = LoadPolicy(SLOT_BYTES, lambda: self.time, auto=auto)
         self.link = DaemonLink(
             self.client,
             stock_max=0 if drop else 24,
@@ -103,6 +104,7 @@ class Engine:
             expect=lambda req_id, _keys: self.expected.get(req_id, NOTHING_EXPECTED),
             drop=drop,
             policy=self.policy,
+            blocks={0: Block(TOKENS, SLOT_BYTES)},
         )
         self.acks = Acks(self.link.commit, listen=False)
         self.stores = Stores(

@@ -12,18 +12,24 @@ import pytest
 from engine_plugin.vllm.coming import STALL_S, Expected
 from engine_plugin.vllm.link import DaemonLink
 from engine_plugin.vllm.lookups import Lookups, Verdict
+from engine_plugin.vllm.rates import LoadPolicy
 from engine_plugin.vllm.runs import Gathered, by_group, gather, group_of, hash_of, runs_of, split
 from engine_plugin.vllm.stock import STOCK_UNUSED_S
 from engine_plugin.vllm.stores import KnownKeys, Store, Stores
+from engine_plugin.vllm.worth import Block
 from tests.plugin.fakes import FakeClient, FakeDaemon, FakeLease
 
 FULL, WINDOW = 0, 1
 WINDOW_BLOCKS = 2
 STEP_S = 0.01
+FULL_BLOCK, WINDOW_BLOCK = Block(100, 1000), Block(100, 400)
 
 
 def key(group: int, place: int) -> bytes:
     return hashlib.sha256(str(place).encode()).digest() + group.to_bytes(4, "big")
+
+
+ENDS = {key(group, place): 100 * (place + 1) for group in (FULL, WINDOW) for place in range(100)}
 
 
 def chain(group: int, places: Sequence[int]) -> list[bytes]:
@@ -38,12 +44,15 @@ def content_of(each: bytes) -> np.ndarray:
 class Rig:
     """The scheduler's part of an engine with one worker."""
 
-    def __init__(self, daemon: FakeDaemon | None = None, *, only_windows: bool = False) -> None:
+    def __init__(
+        self, daemon: FakeDaemon | None = None, *, only_windows: bool = False, policy: LoadPolicy | None = None
+    ) -> None:
         self.time = 100.0
         self.daemon = daemon or FakeDaemon()
         self.client = FakeClient(self.daemon)
-        self.link = DaemonLink(self.client, stock_max=24, now=lambda: self.time, threaded=False)
+        self.link = DaemonLink(self.client, stock_max=24, policy=policy, now=lambda: self.time, threaded=False)
         self.expected = Expected()
+        self.apart = b""
         known = KnownKeys(lambda: self.time)
         self.lookups = Lookups(
             self.link,
@@ -52,8 +61,12 @@ class Rig:
             ready_generation=lambda: self.daemon.arena.generation,
             on_present=known.add,
             expect=lambda _req_id, _keys: self.expected,
+            policy=policy,
+            blocks={FULL: FULL_BLOCK, WINDOW: WINDOW_BLOCK},
             windowed={WINDOW: WINDOW_BLOCKS + 1},
             only_windows=only_windows,
+            end_of=lambda _req_id, each: ENDS[each],
+            apart=lambda req_id: self.apart if req_id == "request" else b"",
         )
         self.stores = Stores(
             self.link,
@@ -93,7 +106,7 @@ class Rig:
         ends = dict(zip(keys, [*full, *window], strict=True))
         self.link._stock.announce(len(keys))
         self.link.turn()
-        store = self.stores.prepare(keys, {}, ends.__getitem__)
+        store = self.stores.prepare(keys, {}, ends.__getitem__, self.apart)
         if store is not None:
             for each, offset in zip(store.keys, store.slots.offsets.tolist(), strict=True):
                 self.daemon.arena.slot(offset)[:] = content_of(each)
@@ -146,6 +159,19 @@ def test_a_window_is_found_though_its_beginning_is_not() -> None:
     rig.lookups.load_done("request")
     rig.step()
     assert not rig.daemon.leases
+
+
+def test_an_adapters_windows_are_its_own() -> None:
+    rig = Rig()
+    rig.store(range(4), [3])
+    rig.apart = b"adapter"
+    asked = [*chain(FULL, range(4)), *chain(WINDOW, [3])]
+    assert rig.answers(asked) == [Verdict.MISS] * 5
+    rig.lookups.finished("request")
+    rig = Rig()
+    rig.apart = b"adapter"
+    rig.store(range(4), [3])
+    assert rig.answers(asked) == [Verdict.HIT] * 5
 
 
 def test_a_load_of_what_is_not_pinned_is_refused() -> None:
@@ -240,6 +266,72 @@ def test_a_model_of_windows_only_is_asked_for_all_of_them() -> None:
     assert rig.answers(chain(WINDOW, range(7, -1, -1))) == [
         Verdict.HIT if place in (0, 1, 5) else Verdict.MISS for place in range(7, -1, -1)
     ]
+
+
+def measured(*, load_s: float, extra_s: float = 0.0, below_s: float | None = None) -> LoadPolicy:
+    """1 ms a token; so many seconds for 1000 bytes, beside a load's copies, and for a block from disk."""
+    policy = LoadPolicy(FULL_BLOCK.size_bytes, lambda: 100.0)
+    policy.note_step(1000, 1000, 1.0)
+    policy.note_load(10_000, 10 * load_s, 10 * load_s + extra_s)
+    if below_s is not None:
+        policy.note_coming("disk", 10, 10 * below_s)
+    return policy
+
+
+@pytest.mark.parametrize(
+    ("load_s", "loads"),
+    [
+        (0.08, True),  # 6 blocks and 3 of a window are 7,200 bytes: 0.58 s, and 0.6 s to compute
+        (0.09, False),  # 0.65 s; the prefix alone would be 0.54 s
+    ],
+)
+def test_a_prefix_is_weighed_with_the_windows_that_it_needs(load_s: float, loads: bool) -> None:
+    policy = measured(load_s=load_s)
+    rig = Rig(policy=policy)
+    rig.store(range(6), [3, 4, 5])
+    asked = [*chain(FULL, range(6)), *chain(WINDOW, [5, 4, 3])]
+    assert rig.answers(asked) == [Verdict.HIT if loads else Verdict.MISS] * 9
+    assert policy.counts == {("decisions", "load" if loads else "compute"): 1}
+    assert rig.lookups.counts["misses", "slow"] == (0 if loads else 6)
+    rig.lookups.finished("request")
+    rig.step()
+    assert not rig.daemon.leases
+
+
+def test_what_was_loaded_is_measured_by_its_bytes() -> None:
+    policy = measured(load_s=0.0)
+    rig = Rig(policy=policy)
+    rig.store(range(6), [4, 5])
+    rig.answers([*chain(FULL, range(6)), *chain(WINDOW, [5, 4])])
+    assert rig.lookups.prepare_load("request", [*chain(FULL, range(6)), *chain(WINDOW, [4, 5])]) is not None
+    for _ in range(40):  # so that nothing else counts
+        policy.note_load(6800, 0.5, 0.5)
+    before = policy._copy.s
+    rig.lookups.load_done("request", 0.5)
+    assert policy._copy.s == pytest.approx(before, rel=1e-4)
+
+
+@pytest.mark.parametrize(("load_s", "loads"), [(0.4, True), (1.2, False)])
+def test_a_state_is_worth_all_that_comes_before_it(load_s: float, loads: bool) -> None:
+    rig = Rig(only_windows=True, policy=measured(load_s=load_s))
+    rig.store([], [3])  # 400 tokens, and 400 bytes to load
+    found = rig.answers(chain(WINDOW, range(7, -1, -1)))
+    assert found.count(Verdict.HIT) == loads
+
+
+@pytest.mark.parametrize(("below_s", "waits"), [(0.5, True), (0.7, False)])
+def test_a_window_on_disk_is_worth_its_whole_prefix(below_s: float, waits: bool) -> None:
+    rig = Rig(policy=measured(load_s=0.0, below_s=below_s))
+    rig.store(range(6), [5])
+    last = hash_of(key(WINDOW, 5))
+    rig.daemon.copy_down(last)
+    rig.daemon.evict(last)
+    asked = [*chain(FULL, range(6)), key(WINDOW, 5)]
+    for _ in range(4):
+        rig.ask(asked)
+        rig.step()
+    assert (rig.ask(asked)[-1] is Verdict.RETRY) == waits  # one block, and without it 600 tokens are computed
+    rig.daemon.come_up(last)
 
 
 def test_what_was_being_copied_when_another_connectors_load_failed_is_not_published() -> None:

@@ -9,8 +9,10 @@ import pytest
 from engine_plugin.vllm.rates import PREFILL_TOKENS_MIN, PROBE_S, LoadPolicy, Rate, Steps
 from engine_plugin.vllm.runs import hash_of
 from tests.plugin.engine_model import TOKENS, Engine, Request, stored
+from tests.plugin.fakes import SLOT_BYTES
 
 TOKENS_PER_BLOCK = 100
+BLOCK_BYTES = 1000
 
 
 class Clock:
@@ -21,6 +23,11 @@ class Clock:
         return self.time
 
 
+def worth(blocks: int) -> tuple[int, int]:
+    """Bytes and tokens."""
+    return blocks * BLOCK_BYTES, blocks * TOKENS_PER_BLOCK
+
+
 @pytest.fixture
 def clock() -> Clock:
     return Clock()
@@ -28,7 +35,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def policy(clock: Clock) -> LoadPolicy:
-    return LoadPolicy(TOKENS_PER_BLOCK, clock)
+    return LoadPolicy(BLOCK_BYTES, clock)
 
 
 def test_a_rate_follows_what_is_measured_and_large_measurements_count_more() -> None:
@@ -45,58 +52,58 @@ def test_a_rate_follows_what_is_measured_and_large_measurements_count_more() -> 
 
 
 def test_what_was_not_measured_counts_as_fast(policy: LoadPolicy) -> None:
-    assert policy.loads(5)
-    assert policy.wait_s("disk", 5) == math.inf
+    assert policy.loads(*worth(5))
+    assert policy.wait_s("disk", 5, 5 * TOKENS_PER_BLOCK) == math.inf
     policy.note_step(1000, 1000, 1.0)  # 1 ms a token, 100 ms a block
-    assert policy.loads(5)
+    assert policy.loads(*worth(5))
     # Whoever tries waits no longer than computing would take.
-    assert policy.wait_s("disk", 5) == pytest.approx(0.5)
+    assert policy.wait_s("disk", 5, 5 * TOKENS_PER_BLOCK) == pytest.approx(0.5)
 
 
 def test_the_pool_is_loaded_where_that_is_faster(policy: LoadPolicy) -> None:
     policy.note_step(1000, 1000, 1.0)
-    policy.note_load(10, copy_s=0.1, whole_s=0.15)  # 10 ms a block, and 50 ms beside
-    assert policy.loads(10)
-    assert policy.loads(1)
-    policy.note_load(10, copy_s=20.0, whole_s=20.05)
-    assert not policy.loads(10)
+    policy.note_load(10 * BLOCK_BYTES, copy_s=0.1, whole_s=0.15)  # 10 ms a block, and 50 ms beside
+    assert policy.loads(*worth(10))
+    assert policy.loads(*worth(1))
+    policy.note_load(10 * BLOCK_BYTES, copy_s=20.0, whole_s=20.05)
+    assert not policy.loads(*worth(10))
     assert dict(policy.counts) == {("decisions", "load"): 2, ("decisions", "compute"): 1}
 
 
 def test_what_a_load_takes_beside_its_copies_counts_once(policy: LoadPolicy) -> None:
     policy.note_step(1000, 1000, 1.0)
-    policy.note_load(10, copy_s=0.1, whole_s=0.4)
-    assert not policy.loads(1)  # 0.31 s against 0.1 s
-    assert policy.loads(10)  # 0.4 s against 1 s
+    policy.note_load(10 * BLOCK_BYTES, copy_s=0.1, whole_s=0.4)
+    assert not policy.loads(*worth(1))  # 0.31 s against 0.1 s
+    assert policy.loads(*worth(10))  # 0.4 s against 1 s
 
 
 def test_a_slow_tier_is_left_alone_for_a_while(policy: LoadPolicy, clock: Clock) -> None:
     policy.note_step(1000, 1000, 1.0)
     policy.note_coming("disk", 10, 2.5)
     policy.note_coming("redis", 10, 0.5)
-    assert policy.wait_s("disk", 10) == 0
-    assert policy.wait_s("redis", 10) == pytest.approx(1.0)
+    assert policy.wait_s("disk", 10, 10 * TOKENS_PER_BLOCK) == 0
+    assert policy.wait_s("redis", 10, 10 * TOKENS_PER_BLOCK) == pytest.approx(1.0)
     clock.time += PROBE_S
-    assert policy.wait_s("disk", 10) == pytest.approx(1.0)
+    assert policy.wait_s("disk", 10, 10 * TOKENS_PER_BLOCK) == pytest.approx(1.0)
     policy.note_coming("disk", 0, 1.0)  # nothing has come in the time that computing takes
-    assert policy.wait_s("disk", 10) == 0
+    assert policy.wait_s("disk", 10, 10 * TOKENS_PER_BLOCK) == 0
 
 
 def test_steps_that_do_not_prefill_are_not_measured(policy: LoadPolicy) -> None:
     policy.note_step(PREFILL_TOKENS_MIN - 1, PREFILL_TOKENS_MIN - 1, 9.0)
     policy.note_step(1000, 800, 9.0)
-    assert policy.compute_s(1) == math.inf
+    assert policy.compute_s(TOKENS_PER_BLOCK) == math.inf
     policy.note_step(1000, 950, 1.0)
-    assert policy.compute_s(1) == pytest.approx(0.1)
+    assert policy.compute_s(TOKENS_PER_BLOCK) == pytest.approx(0.1)
 
 
 def test_always_loads_everything(clock: Clock) -> None:
-    policy = LoadPolicy(TOKENS_PER_BLOCK, clock, auto=False)
+    policy = LoadPolicy(BLOCK_BYTES, clock, auto=False)
     policy.note_step(1000, 1000, 0.001)
-    policy.note_load(10, copy_s=20.0, whole_s=20.0)
+    policy.note_load(10 * BLOCK_BYTES, copy_s=20.0, whole_s=20.0)
     policy.note_coming("disk", 1, 20.0)
-    assert policy.loads(1)
-    assert policy.wait_s("disk", 1) == math.inf
+    assert policy.loads(*worth(1))
+    assert policy.wait_s("disk", 1, 1 * TOKENS_PER_BLOCK) == math.inf
 
 
 def test_steps_that_overlap_are_timed_one_after_the_other(clock: Clock) -> None:
@@ -165,12 +172,12 @@ def test_the_first_attempt_waits_as_long_as_computing_takes_and_is_remembered() 
     steps_until_it_goes_on(engine, request)
     assert 5 * TOKENS * 0.005 <= engine.time - began < 5 * TOKENS * 0.005 + 0.1
     assert engine.lookups.counts["misses", "late"] == 5
-    assert engine.policy.wait_s("disk", 5) == 0
+    assert engine.policy.wait_s("disk", 5, 5 * TOKENS) == 0
 
 
 def test_a_slow_pool_is_computed_and_its_pins_go_back() -> None:
     engine, request = waiting(8, token_s=0.0001)
-    engine.policy.note_load(8, copy_s=1.0, whole_s=1.0)
+    engine.policy.note_load(8 * SLOT_BYTES, copy_s=1.0, whole_s=1.0)
     steps_until_it_goes_on(engine, request)
     assert request.state == "running"
     assert engine.lookups.counts["misses", "slow"] == 8
