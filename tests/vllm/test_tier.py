@@ -9,13 +9,9 @@ from typing import Any
 from tests.vllm.harness import BLOCK_BYTES, BLOCK_TOKENS, BLOCKS, Daemon, Engine, prompt, wait_until
 
 
-def test_blocks_outlive_the_engine_and_faults_are_misses(
-    folder: Path, engines: Callable[..., Engine], answers: Callable[[list[int]], list[int]]
-) -> None:
-    daemon = Daemon(folder)
-    daemon.start()
+def transfer_of(daemon: Daemon) -> dict[str, Any]:
     tier = {"type": "KVStoreTier", "module_path": "engine_plugin.vllm.tier", "kvstore.endpoint": daemon.endpoint}
-    transfer: dict[str, Any] = {
+    return {
         "kv_connector": "OffloadingConnector",
         "kv_role": "kv_both",
         "kv_connector_extra_config": {
@@ -26,6 +22,14 @@ def test_blocks_outlive_the_engine_and_faults_are_misses(
             "secondary_tiers": [{**tier, "kvstore.timeout_s": 10}],
         },
     }
+
+
+def test_blocks_outlive_the_engine_and_faults_are_misses(
+    folder: Path, engines: Callable[..., Engine], answers: Callable[[list[int]], list[int]]
+) -> None:
+    daemon = Daemon(folder)
+    daemon.start()
+    transfer = transfer_of(daemon)
     engine = engines("tier-first", None, kv_transfer_config=transfer).ready()
     try:
         wait_until("the tier has attached", lambda: daemon.sessions_of("vllm tier"))
@@ -49,6 +53,36 @@ def test_blocks_outlive_the_engine_and_faults_are_misses(
         assert engine.generate(prompt(71))[0]["tokens"] == answers(prompt(71))
         assert engine.generate(prompt(74))[0]["tokens"] == answers(prompt(74))
         assert engine.metric("vllm:kvstore_hook_errors") == 0
+    finally:
+        engine.stop()
+        daemon.stop()
+
+
+def test_two_ranks(tmp_path: Path, engines: Callable[..., Engine]) -> None:
+    """A row holds what all ranks have."""
+    daemon = Daemon(tmp_path)
+    daemon.start()
+    options: dict[str, Any] = {
+        "kv_transfer_config": transfer_of(daemon),
+        "processes": True,
+        "environment": {"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
+        "tensor_parallel_size": 2,
+        "distributed_executor_backend": "mp",
+    }
+    engine = engines("tier-ranks", None, **options).ready()
+    try:
+        wait_until("the tier has attached", lambda: daemon.sessions_of("vllm tier"))
+        computed = engine.generate(prompt(75))[0]
+        engine.generate(prompt(76))  # pushes the first one out of vLLM's own tier
+        daemon.wait_stored(2 * BLOCKS)
+        (namespace,) = daemon.stats()["namespaces"]
+        assert namespace["groups"][0]["block_bytes"] >= BLOCK_BYTES
+        assert "tp=2" in namespace["identity"]["parallel"]
+        engine.forget_local()
+        loaded = engine.generate(prompt(75))[0]
+        assert (loaded["tokens"], loaded["cached"]) == (computed["tokens"], BLOCKS * BLOCK_TOKENS)
+        assert engine.metric("vllm:kvstore_hook_errors") == 0
+        wait_until("the pins are given back", lambda: daemon.stats()["pins"] == 0)
     finally:
         engine.stop()
         daemon.stop()
