@@ -150,6 +150,7 @@ class KVStoreWorker(OffloadingWorker):
     def finish(self) -> None:
         """Returns once no copy touches KV memory any more."""
         self._engine.wait([copy for copies in self._under_way.values() for copy in copies])
+        self._far.wait(list(self._far_under_way.values()))
 
     @guarded(nothing)
     def shutdown(self) -> None:

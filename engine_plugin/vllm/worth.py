@@ -7,7 +7,7 @@ loaded, which is worth all that comes before it. Knows nothing of vLLM.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Final
 
 from engine_plugin.vllm.runs import by_group
@@ -42,9 +42,13 @@ class Worth:
         self._blocks = blocks
         self._windowed = windowed
         self._end_of = end_of
+        #: What all blocks are, where there is one group: its keys need not be looked at one by one.
+        self._all = next(iter(blocks.values()), _UNIT) if len(blocks) <= 1 and not windowed else None
 
     def tokens(self, req_id: str, asked: Collection[bytes], found: Collection[bytes]) -> int:
         """Tokens of a request that need not be computed where these of the keys that were asked for are there."""
+        if self._all is not None:
+            return len(found) * self._all.tokens
         groups = by_group(found)
         prefixes = [group for group in by_group(asked) if group not in self._windowed]
         if prefixes:
@@ -54,8 +58,10 @@ class Worth:
         begin = min((self._end_of(req_id, key) or 0 for key in asked), default=0)
         return max(0, reached - max(0, begin - max(self._block(group).tokens for group in self._windowed)))
 
-    def size_bytes(self, keys: Iterable[bytes]) -> int:
+    def size_bytes(self, keys: Collection[bytes]) -> int:
         """Bytes of these blocks."""
+        if self._all is not None:
+            return len(keys) * self._all.size_bytes
         return sum(len(members) * self._block(group).size_bytes for group, members in by_group(keys).items())
 
     def windows_bytes(self, tokens: int) -> int:
