@@ -31,7 +31,7 @@ import click
 import numpy as np
 
 from bench.harness import Report, in_turn, private_memory, seconds
-from tests.plugin.fakes import FakeClient, FakeDaemon, FakeLease
+from tests.plugin.fakes import SLOT_BYTES, FakeClient, FakeDaemon, FakeLease
 
 KEYS: Final = 2048
 LOOKUP_GOAL_US: Final = 2.0
@@ -58,6 +58,7 @@ class Rig:
         from engine_plugin.vllm.manager import KVStoreManager
         from engine_plugin.vllm.messages import WorkerReport
         from engine_plugin.vllm.pd import PrefillDecode, Side
+        from engine_plugin.vllm.worth import Block
 
         daemon = FakeDaemon(len(keys))
         setup = FakeClient(daemon)
@@ -69,8 +70,8 @@ class Rig:
             self.link,
             slot_format=SlotFormat(DIRECT, 1, 64, 1),
             workers=1,
-            tokens_per_block={0: 16},
-            windowed=(),
+            blocks={0: Block(16, SLOT_BYTES)},
+            windowed={},
             deadline_s=3600.0,
             pd=PrefillDecode(side, now=time.monotonic),
         )
