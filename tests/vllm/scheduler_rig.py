@@ -103,6 +103,7 @@ class SchedulerRig:
         monkeypatch: Puts fakes in place of the client, the link's thread and the copy engine.
         blocks: KV blocks of the engine; one of them is vLLM's null block.
         acks: The worker's word is heard between steps, on a thread of its own.
+        draft: The layers include a draft model's (EAGLE, MTP), whose KV at the end of a prefix is not to be relied on.
     """
 
     def __init__(
@@ -117,6 +118,7 @@ class SchedulerRig:
         step_tokens: int = 128,
         events: bool = False,
         acks: bool = False,
+        draft: bool = False,
     ) -> None:
         import torch
         from vllm.config import (
@@ -125,6 +127,7 @@ class SchedulerRig:
             KVEventsConfig,
             KVTransferConfig,
             SchedulerConfig,
+            SpeculativeConfig,
             VllmConfig,
         )
         from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
@@ -169,6 +172,16 @@ class SchedulerRig:
             ),
             kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null") if events else None,
         )
+        if draft:  # without a draft model's weights; what the scheduler asks is whether there is one
+            monkeypatch.setattr(SpeculativeConfig, "use_eagle", lambda _self: True)
+            config.speculative_config = SpeculativeConfig(
+                method="ngram",
+                num_speculative_tokens=1,
+                prompt_lookup_max=2,
+                target_model_config=model_config,
+                target_parallel_config=config.parallel_config,
+            )
+            assert config.speculative_config.use_eagle_block_drop()
         layer = "layer.0"
         page = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=1, dtype=torch.int8)
         assert page.page_size_bytes == SLOT_BYTES
@@ -179,7 +192,7 @@ class SchedulerRig:
                     size=SLOT_BYTES * blocks, layers=[layer], layer_stride=SLOT_BYTES * blocks, block_stride=SLOT_BYTES
                 )
             ],
-            kv_cache_groups=[KVCacheGroupSpec([layer], page)],
+            kv_cache_groups=[KVCacheGroupSpec([layer], page, is_eagle_group=draft)],
         )
         config.cache_config.num_gpu_blocks = blocks
         self.memory = torch.zeros((blocks, SLOT_BYTES), dtype=torch.int8)

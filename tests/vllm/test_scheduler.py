@@ -74,6 +74,21 @@ def test_a_store_is_published_when_its_copy_ends_and_not_at_the_end_of_a_step(ri
     assert one.counts["stored_blocks/stored"] == 2
 
 
+def test_the_last_block_of_a_draft_models_prefix_is_computed(rigs: Rigs, daemon: FakeDaemon) -> None:
+    """A draft model's KV of a token depends on the next one. vLLM leaves a prefix' last block out; the others are the
+    plugin's as ever.
+    """
+    one, other = rigs(draft=True), rigs(draft=True)
+    computed = one.answer("p", tokens(1))
+    assert len(daemon.blocks) == BLOCKS
+    assert other.answer("d", tokens(1)) == computed
+    assert other.counts["vllm:kv_offload_load_bytes"] == (BLOCKS - 1) * 64
+    one.answer("long", tokens(2), max_tokens=80)
+    one.reset(connector=False)
+    one.answer("again", tokens(2))
+    assert one.counts["vllm:kv_offload_load_bytes"] == (BLOCKS - 1) * 64
+
+
 def test_limits_of_a_request(rigs: Rigs, daemon: FakeDaemon) -> None:
     one = rigs()
     one.answer("stored", tokens(1), params={"max_offload_tokens": 4 * BLOCK_TOKENS})
