@@ -72,7 +72,7 @@ _SIGNATURES: Final[tuple[tuple[str, str, str, tuple[str, ...]], ...]] = (
         "",
         ("completed_jobs", "transfer_stats"),
     ),
-    ("vllm.v1.engine.core", "EngineCoreProc", "run_busy_loop", ("self",)),
+    ("vllm.v1.engine.core", "EngineCoreProc", "_process_engine_step", ("self",)),
     (
         "vllm.v1.core.sched.output",
         "SchedulerOutput",

@@ -12,7 +12,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
-from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.kv_offload.base import (
     LoadStoreSpec,
     Locality,
@@ -32,6 +31,7 @@ from engine_plugin.vllm import metrics
 from engine_plugin.vllm.acks import Acks
 from engine_plugin.vllm.adapters import Adapters
 from engine_plugin.vllm.announced import Announced, Rounds
+from engine_plugin.vllm.callers import engine_queue
 from engine_plugin.vllm.coming import NOTHING_EXPECTED, Expected
 from engine_plugin.vllm.guard import guarded, limited_log, note_failure, nothing
 from engine_plugin.vllm.layout import SINGLE, SlotFormat
@@ -137,7 +137,7 @@ class KVStoreManager(OffloadingManager):
         self._copies_s: dict[str, float] = {}  # of loads whose completion is about to be told
         self._load_nothing: set[str] = set()
         self._may_rest = not pd.nested  # another connector may have work to do in steps
-        self._rest = Rest(link.wait_answer, EngineCoreProc.run_busy_loop)
+        self._rest = Rest(link.wait_answer, engine_queue)
         self._stores = Stores(
             link,
             workers=1 if slot_format.kind == SINGLE else workers,

@@ -5,9 +5,10 @@ waits for another one's prefill would keep a core for each of its processes busy
 prefill gets slower by what waits for it. So a step that has nothing to compute lasts until an answer is in, somebody
 sends the engine something, or an answer is overdue.
 
-What has been sent lies in the queue of vLLM's engine loop, which no connector is shown: it is read from that loop's
-frame. Where it is not there (an engine without a process of its own, or with several in lockstep), steps are made all
-the time, with a short pause in each.
+What has been sent lies in the queue of vLLM's engine loop (see callers). Where there is none (an engine without a
+process of its own, or with several in lockstep), steps are made all the time, with a short pause in each.
+
+Knows nothing of vLLM.
 """
 
 from __future__ import annotations
@@ -15,8 +16,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from typing import Any, Final
-
-from engine_plugin.vllm.callers import locals_of_caller
 
 #: Pause of a step that has nothing to compute while a request waits for an answer, which ends it. Without this the
 #: engine would ask itself the same over and over. What is sent to the engine meanwhile waits as long.
@@ -30,14 +29,18 @@ class Rest:
 
     Args:
         wait_answer: Waits for an answer, for so many seconds at most; returns whether one is in.
-        loops: Functions of vLLM that are its engine loop; their `self` has the `input_queue`.
+        find_queue: Gives what is sent to the engine, as something that may be `empty`; None: it is not to be had.
+            Called once, in the first rest.
     """
 
     def __init__(
-        self, wait_answer: Callable[[float], bool], *loops: Any, now: Callable[[], float] = time.monotonic
+        self,
+        wait_answer: Callable[[float], bool],
+        find_queue: Callable[[], Any | None],
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._wait_answer = wait_answer
-        self._loops = loops
+        self._find_queue = find_queue
         self._now = now
         self._queue: Any = None
         self._looked = False
@@ -54,8 +57,7 @@ class Rest:
         """
         if not self._looked:
             self._looked = True
-            loop = locals_of_caller(*self._loops)
-            self._queue = getattr(loop["self"], "input_queue", None) if loop is not None else None
+            self._queue = self._find_queue()
         until = self._now() + REST_MAX_S
         while not self._wait_answer(GIVE_WAY_S):
             if self._queue is None or not self._queue.empty() or self._now() >= min(until, due()):

@@ -15,13 +15,13 @@ from tests.plugin.fakes import FakeDaemon
 
 
 class Loop:
-    """What of vLLM's engine loop is looked at. Time passes while it waits."""
+    """An engine's loop. Time passes while it waits."""
 
     def __init__(self) -> None:
         self.input_queue: queue.Queue[str] = queue.Queue()
         self.time = 0.0
         self.answer_at = self.sent_at = float("inf")
-        self.rest = Rest(self.wait, Loop.run, now=lambda: self.time)
+        self.rest = Rest(self.wait, lambda: self.input_queue, lambda: self.time)
 
     def wait(self, seconds: float) -> bool:
         self.time += seconds
@@ -58,10 +58,10 @@ def test_no_rest_is_endless() -> None:
     assert loop.run(lambda: loop.time + 0.5) == pytest.approx(REST_MAX_S, abs=2 * GIVE_WAY_S)
 
 
-def test_where_the_loop_is_not_found_the_pause_is_short() -> None:
+def test_where_nobody_knows_what_is_sent_the_pause_is_short() -> None:
     loop = Loop()
-    loop.rest.rest(lambda: loop.time + 0.5)
-    assert loop.time == pytest.approx(GIVE_WAY_S)
+    loop.rest = Rest(loop.wait, lambda: None, lambda: loop.time)
+    assert loop.run(lambda: loop.time + 0.5) == pytest.approx(GIVE_WAY_S)
 
 
 def test_all_wait_says_whether_there_is_anything_else_to_do() -> None:

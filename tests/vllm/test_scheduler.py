@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import random
 import threading
 from collections.abc import Callable, Iterator
@@ -87,6 +88,31 @@ def test_the_last_block_of_a_draft_models_prefix_is_computed(rigs: Rigs, daemon:
     one.reset(connector=False)
     one.answer("again", tokens(2))
     assert one.counts["vllm:kv_offload_load_bytes"] == (BLOCKS - 1) * 64
+
+
+class Looked(Exception):
+    pass
+
+
+@pytest.mark.parametrize("lockstep", [False, True])
+def test_what_is_sent_to_an_engine_is_found_in_its_loop(lockstep: bool) -> None:
+    from vllm.v1.engine import core
+
+    from engine_plugin.vllm.callers import engine_queue
+
+    found: list[Any] = []
+
+    def step() -> None:
+        found.append(engine_queue())
+        raise Looked
+
+    kind = core.DPEngineCoreProc if lockstep else core.EngineCoreProc
+    engine = kind.__new__(kind)
+    engine.input_queue, engine.step_fn = queue.Queue(), step
+    assert engine_queue() is None
+    with pytest.raises(Looked):
+        engine._process_engine_step()
+    assert found == [None if lockstep else engine.input_queue]
 
 
 def test_limits_of_a_request(rigs: Rigs, daemon: FakeDaemon) -> None:
