@@ -7,10 +7,12 @@ import contextlib
 import gc
 import json
 import os
+import resource
 import secrets
 import signal
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Final
 
 import grpc
@@ -45,6 +47,13 @@ _SERVICES: Final = tuple(
     for module, name in ((engine_pb2, "Engine"), (admin_pb2, "Admin"))
 )
 
+#: Least time that a stopping daemon gives what has to be copied down.
+_SETTLE_S: Final = 1.0
+#: Descriptors of each session: its gRPC connection, that of its mapping, a pidfd, and one over.
+_SESSION_FILES: Final = 4
+#: Of everything else: tiers, listeners, data port.
+_OTHER_FILES: Final = 2048
+
 log = get_logger("kvstore.daemon")
 
 
@@ -56,6 +65,7 @@ def run(settings: Settings) -> int:
         ConfigError: a setting that only shows to be impossible now.
     """
     _tune_garbage_collector()
+    _raise_file_limit(settings.limits.sessions_max)
     with contextlib.ExitStack() as stack:
         for endpoint in settings.listen:
             if endpoint.is_unix:
@@ -69,6 +79,18 @@ def _tune_garbage_collector() -> None:
     """
     gc.freeze()
     gc.set_threshold(2_000, 5, 1_000_000)
+
+
+def _raise_file_limit(sessions_max: int) -> None:
+    """As many descriptors as sessions_max needs, if this process may have them. The usual limit of 1024 is there for
+    programs that use select(), and ends at 340 clients.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = sessions_max * _SESSION_FILES + _OTHER_FILES
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 class _Daemon:
@@ -104,6 +126,7 @@ class _Daemon:
         )
         self._admin = AdminService(self._hierarchy, self._gate, stats=lambda: json.dumps(self.stats()), ping=self._ping)
         self._listening: list[Endpoint] = []
+        self._hurried = False
         self._tls = _tls(settings)
         self._data_port = self._make_data_port()
         self._handoff = HandoffServer(
@@ -116,43 +139,67 @@ class _Daemon:
         )
 
     async def run(self) -> int:
-        """Serves until a signal, then drains and stops."""
+        """Serves until a signal, then drains and stops. A second signal ends the draining."""
         loop = asyncio.get_running_loop()
-        # Before anybody is told that this daemon is there: a folder that belongs to another one ends it here. Large
-        # indexes are read afterwards.
-        for tier in self._tiers:
-            await tier.open()
-        self._hierarchy.namespaces.adopt()
         stopping = asyncio.Event()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, stopping.set)
-        server = grpc.aio.server(
-            options=(
-                ("grpc.max_receive_message_length", self._settings.limits.message_bytes_max),
-                ("grpc.max_send_message_length", -1),
-                ("grpc.so_reuseport", 0),
-                # Clients ping every 10 s while idle, see kvstore/wire/channel.py.
-                ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
-                ("grpc.keepalive_time_ms", 10_000),
-                ("grpc.keepalive_timeout_ms", 10_000),
+
+        def stop() -> None:
+            self._hurried = stopping.is_set()
+            stopping.set()
+
+        # What has been opened is closed, the last one first, also where the next one cannot be had.
+        async with contextlib.AsyncExitStack() as opened:
+            # Before anybody is told that this daemon is there: a folder that belongs to another one ends it here. Large
+            # indexes are read afterwards.
+            for tier in self._tiers:
+                await tier.open()
+                opened.push_async_callback(tier.close)
+            self._hierarchy.namespaces.adopt()
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.add_signal_handler(number, stop)
+            server = grpc.aio.server(
+                options=(
+                    ("grpc.max_receive_message_length", self._settings.limits.message_bytes_max),
+                    ("grpc.max_send_message_length", -1),
+                    ("grpc.so_reuseport", 0),
+                    # Clients ping every 10 s while idle, see kvstore/wire/channel.py.
+                    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+                    ("grpc.keepalive_time_ms", 10_000),
+                    ("grpc.keepalive_timeout_ms", 10_000),
+                )
             )
-        )
-        engine_pb2_grpc.add_EngineServicer_to_server(self._engine, server)
-        admin_pb2_grpc.add_AdminServicer_to_server(self._admin, server)
-        health_service = health.aio.HealthServicer()  # type: ignore[attr-defined]
-        health_pb2_grpc.add_HealthServicer_to_server(health_service, server)
-        reflection.enable_server_reflection((*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
-        self._listening = [self._listen(server, endpoint) for endpoint in self._settings.listen]
-        if self._data_port is not None:
-            self._data_port.open()
-        await server.start()
-        for endpoint in self._listening:
-            if endpoint.is_unix:
-                os.chmod(endpoint.path, 0o600)
-                self._handoff.listen(endpoint.path + HANDOFF_SUFFIX)
-        metrics = self._serve_metrics(loop)
-        for name in (*_SERVICES, ""):
-            await health_service.set(name, health_pb2.HealthCheckResponse.SERVING)
+            engine_pb2_grpc.add_EngineServicer_to_server(self._engine, server)
+            admin_pb2_grpc.add_AdminServicer_to_server(self._admin, server)
+            health_service = health.aio.HealthServicer()  # type: ignore[attr-defined]
+            health_pb2_grpc.add_HealthServicer_to_server(health_service, server)
+            reflection.enable_server_reflection((*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+            for endpoint in self._settings.listen:
+                self._listening.append(self._listen(server, endpoint))
+                if endpoint.is_unix:
+                    opened.callback(Path(endpoint.path).unlink, missing_ok=True)
+            opened.push_async_callback(self._handoff.close)
+            if self._data_port is not None:
+                self._data_port.open()
+                opened.push_async_callback(self._data_port.close)
+            if self._settings.metrics_listen is not None:
+                opened.callback(self._serve_metrics(loop, self._settings.metrics_listen).close)
+            await server.start()
+            opened.push_async_callback(server.stop, grace=1.0)
+            for endpoint in self._listening:
+                if endpoint.is_unix:
+                    os.chmod(endpoint.path, 0o600)
+                    self._handoff.listen(endpoint.path + HANDOFF_SUFFIX)
+            for name in (*_SERVICES, ""):
+                await health_service.set(name, health_pb2.HealthCheckResponse.SERVING)
+            self._tell_ready()
+            opened.callback(self._populate(loop).stop)
+            await stopping.wait()
+            await health_service.enter_graceful_shutdown()
+            await self._drain()
+        log.info("stopped")
+        return 0
+
+    def _tell_ready(self) -> None:
         log.info(
             "ready",
             listen=[str(endpoint) for endpoint in self._listening],
@@ -165,23 +212,6 @@ class _Daemon:
             log.warning(
                 "the pool is on 4 KiB pages: first touch is 4x slower, disk 2x", why=self._arena.memory.backing.note
             )
-        populator = self._populate(loop)
-        try:
-            await stopping.wait()
-            await health_service.enter_graceful_shutdown()
-            await self._drain()
-        finally:
-            populator.stop()
-            if metrics is not None:
-                metrics.close()
-            await server.stop(grace=1.0)
-            if self._data_port is not None:
-                await self._data_port.close()
-            await self._handoff.close()
-            for tier in self._tiers:
-                await tier.close()
-        log.info("stopped")
-        return 0
 
     def _framed_connection(self) -> FramedConnection:
         limit = self._settings.limits.message_bytes_max
@@ -267,17 +297,23 @@ class _Daemon:
         loop.run_in_executor(None, self._arena.memory.huge_bytes).add_done_callback(told)
 
     async def _drain(self) -> None:
-        """Takes no new work and waits for what is held, at most drain_s."""
+        """Takes no new work and waits for what is held, at most drain_s. What has to be copied down goes at once: who
+        started this daemon may not wait as long for its end.
+        """
         self._hierarchy.draining = True
         self._hierarchy.wake_all()
         self._engine.tell()
         deadline = self._clock.monotonic() + self._settings.drain_s
         held = self._held()
         log.info("draining", leases=held[0], reserved_slots=held[1], drain_s=self._settings.drain_s)
-        while any(held) and self._clock.monotonic() < deadline:
+        copying = asyncio.create_task(self._hierarchy.settle(max(_SETTLE_S, self._settings.drain_s)))
+        while any(held) and self._clock.monotonic() < deadline and not self._hurried:
             await asyncio.sleep(0.02)
             held = self._held()
-        left = max(1.0, deadline - self._clock.monotonic())
+        copying.cancel()
+        await asyncio.wait([copying])
+        # What was stored meanwhile, too.
+        left = _SETTLE_S if self._hurried else max(_SETTLE_S, deadline - self._clock.monotonic())
         if not await self._hierarchy.settle(left):
             log.warning("not every block was copied down", queued_bytes=self._hierarchy.transfers.queued_bytes)
         if any(held):
@@ -287,10 +323,7 @@ class _Daemon:
         sessions = list(self._hierarchy.sessions)
         return sum(len(session.leases) for session in sessions), sum(len(session.reserved) for session in sessions)
 
-    def _serve_metrics(self, loop: asyncio.AbstractEventLoop) -> MetricsServer | None:
-        if self._settings.metrics_listen is None:
-            return None
-
+    def _serve_metrics(self, loop: asyncio.AbstractEventLoop, endpoint: Endpoint) -> MetricsServer:
         async def read() -> Stats:
             return self.stats()
 
@@ -298,7 +331,7 @@ class _Daemon:
             # The books belong to the loop, and the metrics server answers in threads of its own.
             return asyncio.run_coroutine_threadsafe(read(), loop).result(timeout=5.0)
 
-        return MetricsServer(self._settings.metrics_listen, read_from_thread)
+        return MetricsServer(endpoint, read_from_thread)
 
     def _ping(self) -> admin_pb2.PingReply:
         return admin_pb2.PingReply(

@@ -28,28 +28,44 @@ class SocketLock:
         try:
             if not self.path.parent.exists():
                 self.path.parent.mkdir(mode=0o700, parents=True)
-            self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self._fd = self._locked()
+        except BlockingIOError:
+            raise self._taken(socket_path) from None
         except OSError as error:
             raise ConfigError(
                 f"--listen unix:{socket_path}: {self.path}: {error.strerror}; choose a folder that this user can write"
             ) from error
-        try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = self._holder()
-            os.close(self._fd)
-            raise AlreadyRunning(
-                f"another daemon (pid {holder if holder else 'unknown'}) holds unix:{socket_path}: use that one, "
-                "stop it, or choose another --listen",
-                holder,
-            ) from None
         os.ftruncate(self._fd, 0)
         os.pwrite(self._fd, b"%d\n" % os.getpid(), 0)
 
-    def _holder(self) -> int | None:
+    def _locked(self) -> int:
+        """The file, locked.
+
+        Raises:
+            BlockingIOError: another process holds it.
+        """
+        while True:
+            fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # The holder may have removed the file after it was opened here: then others lock another one.
+                with contextlib.suppress(FileNotFoundError):
+                    if os.path.samestat(os.fstat(fd), os.stat(self.path)):
+                        return fd
+            except BaseException:
+                os.close(fd)
+                raise
+            os.close(fd)
+
+    def _taken(self, socket_path: str) -> AlreadyRunning:
+        holder: int | None = None
         with contextlib.suppress(ValueError, OSError):
-            return int(os.pread(self._fd, 32, 0).decode("ascii"))
-        return None
+            holder = int(self.path.read_text("ascii"))
+        return AlreadyRunning(
+            f"another daemon (pid {holder if holder else 'unknown'}) holds unix:{socket_path}: use that one, "
+            "stop it, or choose another --listen",
+            holder,
+        )
 
     def close(self) -> None:
         """Removes the file and lets go."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -86,6 +87,27 @@ def test_a_second_daemon_on_the_same_port_ends_and_names_the_first() -> None:
         assert other.wait() == 6 and f"pid {daemon.process.pid}" in other.log.read_text()
 
 
+@pytest.mark.parametrize("flags", [["--metrics-listen"], ["--listen"], ["--listen", "127.0.0.1:0", "--data-listen"]])
+def test_a_port_that_is_taken_ends_the_start_in_one_line_and_leaves_nothing(flags: list[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken, tempfile.TemporaryDirectory(prefix="kv") as folder:
+        disk = ["--disk-dir", f"{folder}/disk", "--disk-bytes", "16MiB"]
+        daemon = Daemon(Path(folder), *disk, *flags, f"127.0.0.1:{taken.getsockname()[1]}")
+        daemon.spawn()
+        assert daemon.wait() == 2
+        log = daemon.log.read_text()
+        assert "Traceback" not in log and f"kvstore: {flags[-1]} 127.0.0.1:" in log.splitlines()[-1], log
+        assert list(daemon.socket.parent.iterdir()) == []
+
+
+def test_it_may_open_as_many_files_as_its_sessions_need() -> None:
+    """The usual limit of a shell or a service, which is far below what sessions_max promises."""
+    with running_daemon(prefix=["bash", "-c", 'ulimit -S -n 256 && exec "$@"', "-"]) as daemon:
+        assert daemon.process is not None
+        limits = Path(f"/proc/{daemon.process.pid}/limits").read_text()
+        (soft, hard) = next(line for line in limits.splitlines() if line.startswith("Max open files")).split()[3:5]
+        assert hard == "unlimited" or int(soft) == min(int(hard), 4 * 4096 + 2048)
+
+
 # -- stop ----------------------------------------------------------------------------------------------------------
 
 
@@ -124,6 +146,29 @@ def test_a_stop_does_not_wait_longer_than_it_was_told() -> None:
         client.acquire([(0, [b"a"])])
         assert daemon.stop() == 0
         assert "stopping although something is held" in daemon.log.read_text()
+
+
+def test_a_second_signal_ends_the_waiting() -> None:
+    with running_daemon("--drain-s", "3600") as daemon, daemon.connect(NAMESPACE) as client:
+        put(client, b"a")
+        client.acquire([(0, [b"a"])])
+        daemon.signal(signal.SIGTERM)
+        eventually(lambda: client.stats()["state"] == "draining")
+        assert daemon.stop() == 0
+
+
+def test_a_stop_copies_down_while_it_waits_for_what_is_held() -> None:
+    """Whoever stops it may give it less time than an engine that holds something."""
+    with tempfile.TemporaryDirectory(prefix="kv") as folder:
+        flags = ["--disk-dir", f"{folder}/disk", "--disk-bytes", "32MiB", "--disk-write-policy", "back"]
+        with running_daemon(*flags, "--drain-s", "3600") as daemon, daemon.connect(NAMESPACE) as client:
+            put(client, b"a")
+            client.reserve(1)
+            assert daemon.stats()["tiers"][1]["blocks"] == 0
+            daemon.signal(signal.SIGTERM)
+            eventually(lambda: daemon.stats()["tiers"][1]["blocks"] == 1, "the block is on disk")
+            assert daemon.stats()["reserved_slots"] == 1
+            assert daemon.stop() == 0
 
 
 # -- restart -------------------------------------------------------------------------------------------------------
