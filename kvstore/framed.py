@@ -9,13 +9,13 @@ from typing import Any, Final, cast
 from google.protobuf.message import DecodeError
 
 from kvstore.errors import InvalidRequest, KVStoreError, LimitExceeded
-from kvstore.log import get_logger
+from kvstore.log import RateLimited, get_logger
 from kvstore.wire.frames import METHOD_OF_NUMBER, NO_ANSWER, OK, Frame, Method, Splitter, packed, packed_error
 
 #: Calls of one connection that may be under way. Most are over before the next is read; what waits (select) adds up.
 _CALLS_MAX: Final = 1024
 
-log = get_logger("kvstore.framed")
+log = RateLimited(get_logger("kvstore.framed"))
 
 #: What answers a method, by its name.
 Methods = Mapping[str, Callable[[Any], Awaitable[Any]]]
@@ -106,7 +106,7 @@ class FramedConnection(asyncio.Protocol):
         except (
             Exception
         ):  # a defect must not leave the caller waiting, nor end the connection, which is a session's life
-            log.exception("a call failed", call=frame.kind)
+            log.error("a call failed", key=frame.kind, call=frame.kind, exc_info=True)
             answer = packed_error(frame.number, KVStoreError("INTERNAL: the daemon's log says more"))
         if frame.number != NO_ANSWER and self._transport is not None:
             self._transport.write(answer)

@@ -20,6 +20,7 @@ from kvstore.errors import AccessDenied, InvalidRequest, KVStoreError, LimitExce
 from kvstore.hierarchy import Hierarchy
 from kvstore.leases import Lease, Session
 from kvstore.listing import list_blocks
+from kvstore.log import RateLimited, get_logger
 from kvstore.pool import Shortfall
 from kvstore.prefetch import prefetch
 from kvstore.wire.convert import ERROR_KEY, TOKEN_KEY, status_of, unpack_epochs, unpack_offsets
@@ -52,6 +53,7 @@ class Gate:
 
     def __init__(self, token: str | None) -> None:
         self._token = f"Bearer {token}".encode() if token is not None else None
+        self._log = RateLimited(get_logger("kvstore.service"))
         self.calls: Counter[str] = Counter()
         self.errors: Counter[str] = Counter()
 
@@ -64,6 +66,9 @@ class Gate:
         for key, value in context.invocation_metadata() or ():
             if key == TOKEN_KEY and hmac.compare_digest(str(value).encode(), self._token):
                 return
+        # Its port is another one with each connection.
+        host = context.peer().rpartition(":")[0]
+        self._log.warning("refused a call without the daemon's token", key=host, peer=host)
         raise AccessDenied("this listener needs the daemon's token: --token-file on the command line, token= in Python")
 
     def count_error(self, error: KVStoreError) -> None:

@@ -195,6 +195,7 @@ LAYERS: dict[str, set[str]] = {
     "kvstore.metrics": {"kvstore.endpoint", "kvstore.errors"},
     "kvstore.render": {"kvstore.admin"},
     "kvstore.service": {
+        "kvstore.log",
         "kvstore.blocks",
         "kvstore.directory",
         "kvstore.errors",

@@ -385,6 +385,10 @@ def test_a_port_asks_for_the_token(tcp_daemon: tuple[Daemon, str, str], token: s
             with pytest.raises(AccessDenied):
                 call()
     daemon.check_nothing_held()
+    lines = [json.loads(line) for line in daemon.log.read_text().splitlines() if "token" in line]
+    assert len(lines) < daemon.stats()["errors"]["AccessDenied"], "a log is no place to flood"
+    assert {line["peer"] for line in lines} == {"ipv4:127.0.0.1"}
+    assert token is None or token not in daemon.log.read_text()
 
 
 def test_a_unix_socket_asks_for_none(tcp_daemon: tuple[Daemon, str, str]) -> None:
