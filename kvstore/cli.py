@@ -209,10 +209,10 @@ def stats(client: AdminClient, as_json: bool, prometheus: bool, check: bool, wat
 
         click.echo(exposition(tree), nl=False)
     else:
-        from kvstore import render
+        from kvstore import health, render
 
         if check:
-            findings = render.unhealthy(tree)
+            findings = health.unhealthy(tree)
             click.echo("; ".join(findings) or "ok")
             if findings:
                 raise SystemExit(ExitCode.DEGRADED)

@@ -354,6 +354,7 @@ class _Daemon:
             **hierarchy_stats(self._hierarchy),
             **({"data_port": self._data_port.stats()} if self._data_port is not None else {}),
             "calls": dict(self._gate.calls),
+            "call_seconds": {name: round(seconds, 6) for name, seconds in self._gate.seconds.items()},
             "errors": dict(self._gate.errors),
         }
 

@@ -103,13 +103,17 @@ class Hierarchy:
 
     def acquire(self, session: Session, keyspace: Keyspace, keys: Sequence[bytes], request_id: int = 0) -> Lease | None:
         """Pins the leading run that is available; None where that is empty. Hit and pin are one step."""
+        lease = self._pin(session, keyspace, keys, request_id)
+        self.counts.misses["absent"] += len(keys) - (len(lease.blocks) if lease is not None else 0)
+        return lease
+
+    def _pin(self, session: Session, keyspace: Keyspace, keys: Sequence[bytes], request_id: int) -> Lease | None:
         # Between two queries of one call the session may have ended, or its client may have given the call up.
         if session.ended or request_id in session.forgotten:
             return None
         run: list[Block | None] = list(map(keyspace.blocks.get, keys))
         if None in run:
             del run[run.index(None) :]
-            self.counts.misses["absent"] += len(keys) - len(run)
         if not run:
             return None
         return self._grant(session, keyspace, run, False, request_id)  # type: ignore[arg-type]
@@ -140,11 +144,12 @@ class Hierarchy:
         Returns:
             The lease, and how many further keys are on their way: ask again for those.
         """
-        lease = self.acquire(session, keyspace, keys, request_id)
+        lease = self._pin(session, keyspace, keys, request_id)
         ready = len(lease.blocks) if lease is not None else 0
         pending = await self._promote(session, keyspace, keys, ready, from_peer=from_peer)
-        if pending:
-            self.counts.misses["absent"] -= pending  # they are neither hit nor miss yet
+        # What is on its way is neither hit nor miss yet. Counted only now: a counter that falls again is taken for that
+        # of another life.
+        self.counts.misses["absent"] += len(keys) - ready - pending
         return lease, pending
 
     def coming_from(self, keyspace: Keyspace, keys: Sequence[bytes]) -> str:

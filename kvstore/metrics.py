@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry, generate_latest, make_wsgi_app
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import start_http_server
 
 from kvstore.endpoint import Endpoint
 from kvstore.errors import ConfigError
+from kvstore.health import unhealthy
+
+if TYPE_CHECKING:
+    from wsgiref.types import StartResponse
 
 Stats = Mapping[str, Any]
 Sample = tuple[tuple[str, ...], float]
@@ -102,6 +106,15 @@ def _transfers_queued(stats: Stats) -> Iterator[Sample]:
         yield (), float(stats["transfers"]["queued_bytes"])
 
 
+def _moved(key: str) -> Callable[[Stats], Iterator[Sample]]:
+    def samples(stats: Stats) -> Iterator[Sample]:
+        for tier, directions in stats.get("moved", {}).items():
+            for direction, figures in directions.items():
+                yield (tier, direction), float(figures[key])
+
+    return samples
+
+
 def _data_bytes(stats: Stats) -> Iterator[Sample]:
     if port := stats.get("data_port"):
         yield ("sent",), float(port["sent_bytes"])
@@ -147,6 +160,7 @@ def _sessions(stats: Stats) -> Iterator[Sample]:
 
 _TIER: Final = ("tier",)
 _CLASS: Final = ("tier", "slot_bytes")
+_MOVED: Final = ("tier", "direction")
 _GROUP: Final = ("namespace", "model", "group")
 
 #: Every metric, in the order of the page.
@@ -265,7 +279,13 @@ FAMILIES: Final[tuple[Family, ...]] = (
         ("reason",),
         _counts("refused"),
     ),
-    Family("kvstore_removed", "counter", "Blocks that left every tier.", ("reason",), _counts("removed")),
+    Family(
+        "kvstore_removed",
+        "counter",
+        "Blocks that left the pool. Those that were evicted may rest in a tier below; all others are gone.",
+        ("reason",),
+        _counts("removed"),
+    ),
     Family(
         "kvstore_transfers",
         "counter",
@@ -280,6 +300,21 @@ FAMILIES: Final[tuple[Family, ...]] = (
         "Bytes that wait to be copied to a lower tier.",
         (),
         _transfers_queued,
+    ),
+    Family(
+        "kvstore_tier_moved_bytes",
+        "counter",
+        "Bytes of blocks that were read from a tier below the pool and written to it.",
+        _MOVED,
+        _moved("bytes"),
+    ),
+    Family("kvstore_tier_batches", "counter", "Batches of such blocks.", _MOVED, _moved("batches")),
+    Family(
+        "kvstore_tier_seconds",
+        "counter",
+        "Time that they took, one after the other: divided by their number, the mean latency of a batch.",
+        _MOVED,
+        _moved("seconds"),
     ),
     Family("kvstore_bytes", "counter", "Bytes stored and read.", ("direction",), _counts("bytes")),
     Family(
@@ -297,8 +332,16 @@ FAMILIES: Final[tuple[Family, ...]] = (
         _data_events,
     ),
     Family("kvstore_data_connections", "gauge", "Open connections of the data port.", (), _data_connections),
-    Family("kvstore_calls", "counter", "gRPC calls.", ("method",), _counts("calls")),
-    Family("kvstore_errors", "counter", "gRPC calls that failed.", ("status",), _counts("errors")),
+    Family("kvstore_calls", "counter", "Calls, over gRPC or framed.", ("method",), _counts("calls")),
+    Family(
+        "kvstore_call_seconds",
+        "counter",
+        "Time from a call to its answer in the daemon: divided by the calls, the mean latency. Select, Watch and "
+        "Reserve wait for as long as they were told.",
+        ("method",),
+        _counts("call_seconds"),
+    ),
+    Family("kvstore_errors", "counter", "Calls that failed.", ("status",), _counts("errors")),
 )
 
 
@@ -339,23 +382,41 @@ def exposition(stats: Stats) -> str:
 
 
 class MetricsServer:
-    """An HTTP listener with the page at ``/metrics``, on threads of its own.
+    """An HTTP listener on threads of its own. ``/healthz`` says whether anything needs attention (200, or 503 and
+    what), ``/livez`` whether the daemon answers at all; every other path is the page with the metrics.
 
     Args:
         endpoint: HOST:PORT.
-        read_stats: Called on a thread of this server for every scrape; what it raises becomes HTTP 500.
+        read_stats: Called on a thread of this server for every request; what it raises becomes HTTP 500, for the two
+            above 503.
 
     Raises:
         ConfigError: the port cannot be had.
     """
 
     def __init__(self, endpoint: Endpoint, read_stats: Callable[[], Stats]) -> None:
+        self._read_stats = read_stats
+        registry = _registry(read_stats)
+        self._page: Callable[..., Iterable[bytes]] = make_wsgi_app(registry)
         try:
-            self._server, self._thread = start_http_server(endpoint.port, endpoint.host, _registry(read_stats))
+            self._server, self._thread = start_http_server(endpoint.port, endpoint.host, registry)
         except OSError as error:
             raise ConfigError(f"--metrics-listen {endpoint}: {error.strerror}") from error
+        self._server.set_app(self._answer)
         #: The port that was taken, where 0 was asked for.
         self.port: int = self._server.server_port
+
+    def _answer(self, environ: dict[str, Any], start_response: StartResponse) -> Iterable[bytes]:
+        path = environ.get("PATH_INFO", "")
+        if path not in ("/healthz", "/livez"):
+            return self._page(environ, start_response)
+        try:
+            stats = self._read_stats()
+            findings = unhealthy(stats) if path == "/healthz" else []
+        except Exception as error:  # no answer in time, most likely
+            findings = [f"the daemon does not answer: {type(error).__name__}"]
+        start_response("503 Service Unavailable" if findings else "200 OK", [("Content-Type", "text/plain")])
+        return [("; ".join(findings) or "ok").encode() + b"\n"]
 
     def close(self) -> None:
         """Stops listening and waits until the listener has ended."""

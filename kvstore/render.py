@@ -11,13 +11,12 @@ from rich.table import Table
 from rich.text import Text
 
 from kvstore.admin import ListedBlock
+from kvstore.health import HEALTHY
 
 Stats = Mapping[str, Any]
 
 #: Columns in a pipe, where there is no terminal to ask. Wide enough that no cell is cut.
 PIPE_COLUMNS: Final = 240
-#: Tier states that need no attention.
-HEALTHY: Final = frozenset({"ok", "populating"})
 
 
 def console_for(stream: TextIO) -> Console:
@@ -25,14 +24,6 @@ def console_for(stream: TextIO) -> Console:
     return Console(
         file=stream, highlight=False, markup=False, emoji=False, width=None if stream.isatty() else PIPE_COLUMNS
     )
-
-
-def unhealthy(stats: Stats) -> list[str]:
-    """What needs attention, one phrase each; empty where all is well."""
-    findings = [f"tier {tier['name']} is {tier['state']}" for tier in stats["tiers"] if tier["state"] not in HEALTHY]
-    if stats["state"] != "ready":
-        findings.append(f"the daemon is {stats['state']}")
-    return findings
 
 
 def stats_view(stats: Stats, before: Stats | None = None) -> RenderableType:

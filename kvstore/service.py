@@ -6,10 +6,12 @@ Everything runs on the daemon's event loop, which owns the hierarchy, so a metho
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import hmac
-from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+import time
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any, Final
 
 import numpy as np
@@ -48,6 +50,7 @@ class Gate:
 
     Attributes:
         calls: Calls by method.
+        seconds: Time that they took, by method.
         errors: Failed calls by the name of their error.
     """
 
@@ -55,6 +58,7 @@ class Gate:
         self._token = f"Bearer {token}".encode() if token is not None else None
         self._log = RateLimited(get_logger("kvstore.service"))
         self.calls: Counter[str] = Counter()
+        self.seconds: dict[str, float] = defaultdict(float)
         self.errors: Counter[str] = Counter()
 
     def check(self, context: Any) -> None:
@@ -70,6 +74,16 @@ class Gate:
         host = context.peer().rpartition(":")[0]
         self._log.warning("refused a call without the daemon's token", key=host, peer=host)
         raise AccessDenied("this listener needs the daemon's token: --token-file on the command line, token= in Python")
+
+    @contextlib.contextmanager
+    def timed(self, method: str) -> Iterator[None]:
+        """Counts a call, and the time until it is answered."""
+        self.calls[method] += 1
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[method] += time.perf_counter() - began
 
     def count_error(self, error: KVStoreError) -> None:
         """Counts a call that failed."""
@@ -92,12 +106,12 @@ def _method(function: Method) -> Method:
 
     @functools.wraps(function)
     async def gated(self: _Servicer, request: Any, context: Any) -> Any:
-        self.gate.calls[name] += 1
-        try:
-            self.gate.check(context)
-            return await function(self, request, context)
-        except KVStoreError as error:
-            return await self.gate.refuse(context, error)
+        with self.gate.timed(name):
+            try:
+                self.gate.check(context)
+                return await function(self, request, context)
+            except KVStoreError as error:
+                return await self.gate.refuse(context, error)
 
     return gated
 
@@ -106,9 +120,9 @@ def local_methods(*servicers: _Servicer) -> dict[str, Callable[[Any], Awaitable[
     """Methods by name for a peer that the mode of a Unix socket has let in: counted, past the token, without gRPC."""
 
     def local(servicer: _Servicer, name: str, function: Method) -> Callable[[Any], Awaitable[Any]]:
-        def call(request: Any) -> Awaitable[Any]:
-            servicer.gate.calls[name] += 1
-            return function(servicer, request, None)
+        async def call(request: Any) -> Any:
+            with servicer.gate.timed(name):
+                return await function(servicer, request, None)
 
         return call
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from kvstore.arena import Arena
@@ -34,6 +35,10 @@ def hierarchy_stats(hierarchy: Hierarchy) -> Stats:
     return {
         "tiers": [_cpu_tier(hierarchy), *(dict(tier.stats()) for tier in hierarchy.transfers.tiers)],
         "transfers": {**hierarchy.transfers.counts, "queued_bytes": hierarchy.transfers.queued_bytes},
+        "moved": {
+            name: {direction: dataclasses.asdict(figures) for direction, figures in directions.items()}
+            for name, directions in hierarchy.transfers.moved.items()
+        },
         "namespaces": [
             {
                 "digest": entry.digest.hex(),
@@ -87,7 +92,8 @@ def _cpu_tier(hierarchy: Hierarchy) -> Stats:
         "blocks": hierarchy.pool.block_count,
         "populated_bytes": arena.populated_bytes,
         "overhead_bytes": arena.overhead_bytes,
-        "committed_bytes": arena.committed_bytes,
+        # What is not populated was promised and not given so far.
+        "committed_bytes": arena.committed_bytes - (arena.size_bytes - arena.populated_bytes),
         "free_bytes": hierarchy.pool.free_bytes,
         "waste_bytes": _waste_bytes(hierarchy),
         "backing": {

@@ -53,6 +53,15 @@ class WritePolicy(enum.Enum):
 
 
 @dataclasses.dataclass(slots=True)
+class Moved:
+    """What went from or to one tier, in one direction: whole blocks, in batches, and how long those took."""
+
+    bytes: int = 0
+    batches: int = 0
+    seconds: float = 0.0
+
+
+@dataclasses.dataclass(slots=True)
 class _Copy:
     """One block that is to be copied down.
 
@@ -77,6 +86,7 @@ class Transfers:
 
     Attributes:
         counts: What happened: promoted, copied, and what was not and why. Only ever grows.
+        moved: Bytes and times, by tier and direction.
         held: Blocks that wait for copy-down or are being copied; each has one pin of ours. One whose slot a hanging
             medium may still read stays here for good.
         filling: Slots that are being filled from below, by offset. One that a hanging medium may still write stays here
@@ -97,6 +107,7 @@ class Transfers:
         #: Those that copies are made in.
         self._below = tuple(tier for tier in tiers if not tier.asks_others)
         self.counts: Counter[str] = Counter()
+        self.moved = {tier.name: {"read": Moved(), "write": Moved()} for tier in tiers}
         self.held: set[Block] = set()
         self.filling: dict[int, Promotion] = {}
         self._pool = pool
@@ -216,12 +227,17 @@ class Transfers:
                 ]
                 if not blocks:
                     continue
+                began = self._clock.monotonic()
                 outcomes = await tier.write(
                     [(block.name, self._view(block.keyspace, block.offset)) for block in blocks], WRITE_DEADLINE_S
                 )
+                moved = self.moved[tier.name]["write"]
+                moved.batches += 1
+                moved.seconds += self._clock.monotonic() - began
                 removed: list[bytes] = []
                 for block, outcome in zip(blocks, outcomes, strict=True):
                     self.counts[f"{tier.name}_write_{outcome.value}"] += 1
+                    moved.bytes += block.keyspace.block_bytes * (outcome is WriteOutcome.STORED)
                     if outcome is WriteOutcome.BUFFER_LOST:
                         lost.add(block)
                     elif outcome in (WriteOutcome.STORED, WriteOutcome.EXISTS):
@@ -352,6 +368,7 @@ class Transfers:
 
     async def _bring_up(self, tier: Tier, batch: list[Promotion]) -> None:
         outcomes = [ReadOutcome.FAILED] * len(batch)
+        moved, began = self.moved[tier.name]["read"], self._clock.monotonic()
         try:
             outcomes = await tier.read(
                 [
@@ -361,8 +378,11 @@ class Transfers:
                 READ_DEADLINE_S,
             )
         finally:
+            moved.batches += 1
+            moved.seconds += self._clock.monotonic() - began
             for promotion, outcome in zip(batch, outcomes, strict=True):
                 self.counts[f"{tier.name}_read_{outcome.value}"] += 1
+                moved.bytes += promotion.keyspace.block_bytes * (outcome is ReadOutcome.OK)
                 self._finish(promotion, outcome, tier)
             self._start_writing()
             tier.touch([promotion.keyspace.prefix + promotion.key for promotion in batch])

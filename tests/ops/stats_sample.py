@@ -70,16 +70,24 @@ _STATS: dict[str, Any] = {
     "refused": {"pinned": 1},
     "removed": {"evicted": 3, "flushed": 2},
     "transfers": {"disk_write_written": 62, "queued_bytes": 4096},
+    "moved": {
+        "disk": {
+            "read": {"bytes": 3 * _BLOCK_BYTES, "batches": 2, "seconds": 0.25},
+            "write": {"bytes": 62 * _BLOCK_BYTES, "batches": 9, "seconds": 1.5},
+        }
+    },
     "bytes": {"stored": 62 * _BLOCK_BYTES, "read": 128 * _BLOCK_BYTES},
     "data_port": {
         "listen": "0.0.0.0:7071",
         "tls": False,
         "connections": 3,
+        "congestion": {"cubic": 3},
         "events": {"read": 9, "write": 4, "garbage": 1},
         "sent_bytes": 18 * _BLOCK_BYTES,
         "received_bytes": 8 * _BLOCK_BYTES,
     },
     "calls": {"Acquire": 20},
+    "call_seconds": {"Acquire": 0.004},
     "errors": {"INVALID_ARGUMENT": 1},
 }
 

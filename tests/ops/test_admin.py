@@ -21,11 +21,14 @@ OPEN_OBJECTS = {
     "refused",
     "removed",
     "transfers",
+    "moved",
     "bytes",
     "calls",
+    "call_seconds",
     "errors",
     "identity",
     "events",
+    "congestion",
 }
 
 

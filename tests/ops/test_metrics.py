@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import urllib.error
 import urllib.request
+from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -42,6 +43,9 @@ def test_figures_keep_their_values() -> None:
     assert sample(page, "kvstore_data_bytes_total", direction="sent") == 18 * (8 << 20)
     assert sample(page, "kvstore_data_events_total", event="garbage") == 1
     assert sample(page, "kvstore_data_connections") == 3
+    assert sample(page, "kvstore_tier_moved_bytes_total", tier="disk", direction="read") == 3 * (8 << 20)
+    assert sample(page, "kvstore_tier_seconds_total", tier="disk", direction="write") == 1.5
+    assert sample(page, "kvstore_call_seconds_total", method="Acquire") == 0.004
 
 
 def test_every_family_has_a_sample_in_a_busy_daemon() -> None:
@@ -87,6 +91,36 @@ def test_the_page_is_served_anew_for_each_scrape_and_the_port_is_free_afterwards
         server.close()
     with pytest.raises(urllib.error.URLError):
         urllib.request.urlopen(url, timeout=10)
+
+
+def test_health_is_that_of_every_tier_and_life_that_of_the_daemon() -> None:
+    stats = stats_sample()
+    broken: list[BaseException] = []
+
+    def read() -> dict[str, Any]:
+        if broken:
+            raise broken[0]
+        return stats
+
+    server = MetricsServer(parse_endpoint("127.0.0.1:0"), read)
+
+    def get(path: str) -> tuple[int, str]:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{server.port}{path}", timeout=10) as reply:
+                return reply.status, reply.read().decode()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read().decode()
+
+    try:
+        assert get("/healthz") == get("/livez") == (200, "ok\n")
+        stats["tiers"].append({"name": "disk", "state": "failed"})
+        assert get("/healthz") == (503, "tier disk is failed\n")
+        assert get("/livez") == (200, "ok\n")
+        broken.append(TimeoutError())
+        assert get("/healthz") == get("/livez") == (503, "the daemon does not answer: TimeoutError\n")
+        assert get("/metrics")[0] == 500
+    finally:
+        server.close()
 
 
 def test_a_taken_port_is_refused_with_the_flag_named() -> None:

@@ -6,6 +6,7 @@ import pytest
 
 from kvstore import render
 from kvstore.admin import ListedBlock
+from kvstore.health import unhealthy
 from tests.ops.stats_sample import stats_sample
 
 
@@ -92,7 +93,7 @@ def test_an_empty_daemon() -> None:
 def test_what_needs_attention(tier: str, daemon: str, findings: list[str]) -> None:
     stats = stats_sample()
     stats["tiers"][0]["state"], stats["state"] = tier, daemon
-    assert render.unhealthy(stats) == findings
+    assert unhealthy(stats) == findings
 
 
 def test_blocks() -> None:

@@ -154,6 +154,33 @@ def test_promotion_answers_pending_then_ready(bench: Bench) -> None:
     assert bench.hierarchy.counts.hits == {"cpu": 2, "dict": 2}
 
 
+def test_a_key_on_its_way_is_no_miss_not_for_a_moment(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A counter that falls again is a restart to whoever reads it in between."""
+    bench.store(b"a", b"b")
+    bench.leave_pool(b"a", b"b")
+    seen: list[int] = []
+    stat = bench.tier.stat
+
+    async def looked_at(names: Sequence[bytes]) -> Any:
+        seen.append(bench.hierarchy.counts.misses["absent"])
+        return await stat(names)
+
+    monkeypatch.setattr(bench.tier, "stat", looked_at)
+    lease, pending = bench.ask(b"a", b"b", b"never")
+    assert (lease, pending) == (None, 2)
+    assert seen == [0] and bench.hierarchy.counts.misses["absent"] == 1
+
+
+def test_what_is_moved_is_measured(bench: Bench) -> None:
+    bench.store(b"a", b"b")
+    bench.leave_pool(b"a", b"b")
+    bench.ask(b"a", b"b")
+    bench.settle()
+    moved = bench.hierarchy.transfers.moved[bench.tier.name]
+    assert {direction: figures.bytes for direction, figures in moved.items()} == {"read": 2 * BLOCK, "write": 2 * BLOCK}
+    assert all(figures.batches and figures.seconds >= 0 for figures in moved.values())
+
+
 def test_one_promotion_for_each_key_however_many_ask(bench: Bench) -> None:
     bench.store(b"a")
     bench.leave_pool(b"a")
