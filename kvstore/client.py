@@ -17,7 +17,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Final, Self
 
 from kvstore import congestion
 from kvstore.arena import ArenaView
@@ -31,6 +31,9 @@ from kvstore.insert import Inserter, Ticket
 from kvstore.remote import STAGING_BYTES, RemoteArena, RemoteOptions
 from kvstore.wire.tls import Tls
 from kvstore.wire.v1 import admin_pb2, engine_pb2
+
+#: A wait is 32 bits of milliseconds on the wire. The daemon's own limit (wait_s_max) is far below.
+_TIMEOUT_S_MAX: Final = ((1 << 32) - 1) / 1000
 
 
 def connect(
@@ -405,5 +408,5 @@ class Client(EngineCalls):
 
 
 def _check_timeout(timeout_s: float) -> None:
-    if timeout_s < 0:
+    if not 0 <= timeout_s <= _TIMEOUT_S_MAX:  # so is no number
         raise InvalidRequest(f"timeout_s is {timeout_s}: give seconds, 0 for what is there now")

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from typing import Final
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
 
 from kvstore.blocks import DIGEST_BYTES, check_block_bytes, digest_of_identity, parse_identity
 from kvstore.directory import Keyspace, NamespaceEntry
 from kvstore.errors import InvalidRequest, LimitExceeded, SizeMismatch, UnknownNamespace
+from kvstore.log import RateLimited, get_logger
 from kvstore.tier import Tier, TierNamespace
 
 #: Namespaces in one life of the daemon. Each costs about a kilobyte; a client that makes one per request is mistaken.
@@ -17,6 +20,8 @@ NAMESPACES_MAX: Final = 4096
 NAMESPACE_TEXT_BYTES_MAX: Final = 256 << 10
 #: KV-cache groups of one namespace. The largest hybrid model known has 12.
 GROUPS_MAX: Final = 64
+#: Settings in which engines of one fleet differ by mistake rather than on purpose.
+_EASILY_LEFT_OUT: Final = ("block_size", "hash_algo", "hash_seed", "layout", "tokens_per_hash")
 
 
 class Namespaces:
@@ -31,6 +36,9 @@ class Namespaces:
 
     def __init__(self, tiers: Sequence[Tier]) -> None:
         self._tiers = tiers
+        self._log = RateLimited(get_logger("kvstore.namespaces"))
+        #: By one of those settings and a digest of all others: the first namespace of that kind, and its value.
+        self._alike: dict[tuple[str, bytes], tuple[bytes, object]] = {}
         self.entries: dict[bytes, NamespaceEntry] = {}
 
     def open(self, identity: str, group_bytes: Sequence[int]) -> NamespaceEntry:
@@ -61,10 +69,27 @@ class Namespaces:
             raise LimitExceeded(
                 f"{NAMESPACES_MAX} namespaces are open (namespaces_max); restart the daemon to forget them"
             )
+        self._tell_apart(digest, fields)
         entry = self.entries[digest] = NamespaceEntry(digest, identity, dict(fields), sizes)
         for tier in self._tiers:
             tier.remember(TierNamespace(digest, identity, sizes))
         return entry
+
+    def _tell_apart(self, digest: bytes, fields: Mapping[str, Any]) -> None:
+        """Says so where a new namespace differs from another one in nothing but a setting that is easily left out on
+        one of two machines: their engines never find each other's blocks, and nothing else would tell why.
+        """
+        for name in _EASILY_LEFT_OUT:
+            rest = {field: value for field, value in fields.items() if field != name}
+            key = name, hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).digest()
+            other, value = self._alike.setdefault(key, (digest, fields[name]))
+            if other != digest:
+                self._log.warning(
+                    "two namespaces differ in one setting, and share no block because of it",
+                    setting=name,
+                    values=[value, fields[name]],
+                    namespaces=[other.hex(), digest.hex()],
+                )
 
     def adopt(self) -> None:
         """Opens the namespaces that the tiers have blocks of, so that they are shown, listed and flushed.

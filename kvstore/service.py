@@ -450,6 +450,7 @@ class AdminService(_Servicer, admin_pb2_grpc.AdminServicer):
         self._hierarchy = hierarchy
         self._stats = stats
         self._ping = ping
+        self._flushes: set[asyncio.Task[int]] = set()
 
     @_method
     async def Ping(self, request: admin_pb2.PingRequest, context: Any) -> Any:
@@ -480,7 +481,11 @@ class AdminService(_Servicer, admin_pb2_grpc.AdminServicer):
     @_method
     async def Flush(self, request: admin_pb2.FlushRequest, context: Any) -> Any:
         digest = _digest(request.namespace)
-        return admin_pb2.FlushReply(removed=await self._hierarchy.flush_everywhere(digest, from_peer=request.from_peer))
+        # It goes on where the caller's time is up: half a flush would leave blocks of before it, below the pool say.
+        flush = asyncio.create_task(self._hierarchy.flush_everywhere(digest, from_peer=request.from_peer))
+        self._flushes.add(flush)
+        flush.add_done_callback(self._flushes.discard)
+        return admin_pb2.FlushReply(removed=await asyncio.shield(flush))
 
     async def Prefetch(
         self, request: admin_pb2.PrefetchRequest, context: Any

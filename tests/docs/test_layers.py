@@ -99,7 +99,7 @@ LAYERS: dict[str, set[str]] = {
         "kvstore.tiers",
         "kvstore.wire",
     },
-    "kvstore.namespaces": {"kvstore.blocks", "kvstore.directory", "kvstore.errors", "kvstore.tier"},
+    "kvstore.namespaces": {"kvstore.blocks", "kvstore.directory", "kvstore.errors", "kvstore.log", "kvstore.tier"},
     "kvstore.hierarchy": {
         "kvstore.arena",
         "kvstore.arrivals",

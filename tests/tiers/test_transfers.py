@@ -14,10 +14,12 @@ from kvstore.directory import Keyspace
 from kvstore.hierarchy import Hierarchy, Outcome
 from kvstore.leases import Lease, Session
 from kvstore.pool import Shortfall
+from kvstore.service import AdminService, Gate
 from kvstore.testing import FakeClock, SteppedLoop, check_invariants, make_block
 from kvstore.testing.tiers import DictTier, Fault, FaultyTier
 from kvstore.tier import Tier, TierState
 from kvstore.transfers import READ_DEADLINE_S, RETRY_S, WRITE_DEADLINE_S, WritePolicy
+from kvstore.wire.v1 import admin_pb2
 
 BLOCK = 1 << 20
 Answer = TypeVar("Answer")
@@ -355,6 +357,26 @@ def test_a_flush_takes_what_comes_up_and_what_goes_down(bench: Bench) -> None:
     bench.settle()
     assert bench.in_tier() == set() and not bench.keyspace.blocks
     assert bench.ask(b"a") == (None, 0)
+
+
+def test_a_flush_is_finished_where_its_caller_goes_away(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An operator's deadline ends the call, and gRPC ends what answers it."""
+    bench.store(b"a")
+    may, delete_namespace = asyncio.Event(), bench.tier.delete_namespace
+
+    async def slowly(digest: bytes | None) -> int:
+        await may.wait()
+        return await delete_namespace(digest)
+
+    monkeypatch.setattr(bench.tier, "delete_namespace", slowly)
+    admin = AdminService(bench.hierarchy, Gate(None), stats=str, ping=admin_pb2.PingReply)
+    call = bench.start(admin.Flush(admin_pb2.FlushRequest(), None))
+    call.cancel()
+    bench.settle()
+    assert call.cancelled() and bench.in_tier() == {b"a"}
+    may.set()
+    bench.settle()
+    assert bench.in_tier() == set() and not bench.keyspace.blocks
 
 
 # -- limits ------------------------------------------------------------------------------------------------------------

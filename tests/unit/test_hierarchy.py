@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable
 
 import hypothesis.strategies as st
 import pytest
+import structlog
 from hypothesis import HealthCheck, given, settings
 
 from kvstore.arena import Arena
+from kvstore.blocks import Namespace
 from kvstore.errors import InvalidRequest, LimitExceeded, SizeMismatch, UnknownNamespace, UnknownSession
 from kvstore.hierarchy import Hierarchy, Outcome
-from kvstore.namespaces import NAMESPACES_MAX
+from kvstore.namespaces import NAMESPACES_MAX, Namespaces
 from kvstore.pool import Shortfall
 from kvstore.testing import FakeClock, check_invariants
 from tests.unit.conftest import MIB, Pool
@@ -39,6 +42,26 @@ def test_a_namespace_with_another_size_is_refused_with_both(pool: Pool) -> None:
     with pytest.raises(SizeMismatch, match=r"1000.*2000"):
         pool.hierarchy.namespaces.open(space.namespace.identity, [2000])
     assert pool.hierarchy.namespaces.open(space.namespace.identity, [1000]) is space.namespace
+
+
+def test_a_setting_that_keeps_two_engines_apart_by_mistake_is_named() -> None:
+    first = Namespace(model="m", dtype="bf16", block_size=16, block_bytes=1000, hash_seed="1")
+    others = {
+        "hash_seed": dataclasses.replace(first, hash_seed="2"),
+        "layout": dataclasses.replace(first, layout="NHD"),
+        "": dataclasses.replace(first, tenant="b"),  # on purpose
+        " ": dataclasses.replace(first, block_size=32, dtype="fp8"),  # another thing altogether
+    }
+    told = []
+    for name, other in others.items():
+        # A daemon of its own each time: a third namespace may be near two others.
+        namespaces = Namespaces([])
+        namespaces.open(first.identity(), first.group_bytes)
+        with structlog.testing.capture_logs() as lines:
+            namespaces.open(other.identity(), other.group_bytes)
+            namespaces.open(other.identity(), other.group_bytes)
+        told += [(name, line["setting"], line["values"]) for line in lines]
+    assert told == [("hash_seed", "hash_seed", ["1", "2"]), ("layout", "layout", ["", "NHD"])]
 
 
 def test_namespaces_and_groups_have_a_ceiling_that_is_named(pool: Pool) -> None:

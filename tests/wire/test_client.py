@@ -13,6 +13,7 @@ import pytest
 import kvstore
 from kvstore.client import Client
 from kvstore.errors import (
+    CallerMistake,
     ClientClosed,
     DeadlineExceeded,
     InvalidRequest,
@@ -232,6 +233,14 @@ def test_select_gives_the_leading_run_when_the_time_is_up(client: Client) -> Non
         assert len(found) == 0 and list(found) == []
     with pytest.raises(InvalidRequest, match="timeout_s"), client.select([b"a"], timeout_s=-1):
         pass
+
+
+@pytest.mark.parametrize("timeout_s", [-1, float("nan"), float("inf"), 1e9, 601])
+def test_a_wait_that_cannot_be_is_refused(client: kvstore.Client, timeout_s: float) -> None:
+    with pytest.raises(CallerMistake, match=r"timeout_s|wait_s_max"), client.select([b"a"], timeout_s=timeout_s):
+        pass
+    with pytest.raises(CallerMistake, match=r"timeout_s|wait_s_max"):
+        client.watch(1, timeout_s=timeout_s)
 
 
 def test_views_are_read_only_and_end_with_the_block(client: Client) -> None:
