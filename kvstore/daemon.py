@@ -196,6 +196,10 @@ class _Daemon:
             await stopping.wait()
             await health_service.enter_graceful_shutdown()
             await self._drain()
+        # One more signal is too late to change anything, and must not look like a crash.
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+            signal.signal(number, signal.SIG_IGN)
         log.info("stopped")
         return 0
 

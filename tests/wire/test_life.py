@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -155,6 +156,16 @@ def test_a_second_signal_ends_the_waiting() -> None:
         daemon.signal(signal.SIGTERM)
         eventually(lambda: client.stats()["state"] == "draining")
         assert daemon.stop() == 0
+
+
+def test_signals_that_come_too_late_change_nothing(daemon: Daemon) -> None:
+    daemon.signal(signal.SIGTERM)
+    assert daemon.process is not None
+    while daemon.process.poll() is None:
+        daemon.signal(signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            daemon.process.wait(0.01)
+    assert daemon.wait() == 0
 
 
 def test_a_stop_copies_down_while_it_waits_for_what_is_held() -> None:
