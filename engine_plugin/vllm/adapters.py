@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Final
 
-from engine_plugin.vllm.naming import weights_fingerprint
+from engine_plugin.vllm.naming import revision_of
 
 #: Adapters that are remembered. vLLM holds far fewer.
 _MOST: Final = 4096
@@ -45,7 +45,7 @@ class Adapters:
         if known is None or known[0] != seen:
             if len(self._by_id) >= _MOST:
                 del self._by_id[next(iter(self._by_id))]
-            text = weights_fingerprint(adapter.lora_path) or adapter.lora_path
+            text = revision_of(adapter.lora_path, None, "adapter_config.json") or adapter.lora_path
             known = self._by_id[key] = (seen, text.encode())
         return known[1]
 

@@ -120,16 +120,16 @@ def hash_seed(algo: str, engine_id: str) -> str:
 
 
 def weights_fingerprint(model: str) -> str:
-    """Fingerprint of a model that lies in a folder: its config and samples of its weights; empty for any other.
+    """Fingerprint of a model that lies in a folder or file: its config and samples of its weights; empty for any other.
 
     A folder keeps its name when its weights are trained further or replaced; then old KV must not be found again.
     Samples (32 pages of each file, spread evenly) keep this at some milliseconds for any size.
     """
-    folder = Path(model)
-    if not folder.is_dir():
+    place = Path(model)
+    if not place.exists():
         return ""
     digest = hashlib.sha256()
-    for path in sorted(folder.iterdir()):
+    for path in sorted(place.iterdir()) if place.is_dir() else [place]:
         if path.name in ("config.json", "adapter_config.json"):
             digest.update(path.read_bytes())
         elif path.suffix in _WEIGHT_FILES:
@@ -142,29 +142,31 @@ def weights_fingerprint(model: str) -> str:
     return "weights-" + digest.hexdigest()[:32]
 
 
-def revision_of(model: str, revision: str | None) -> str:
+def revision_of(model: str, revision: str | None, config_name: str = "config.json") -> str:
     """What tells weights of one name apart: a fingerprint of their files, here or in the cache of the model hub.
 
     A revision that is not named, or is a branch, moves with the hub while blocks on a disk stay: the files decide.
     Where they lie elsewhere, the commit does that the hub's cache has; where there is none, the name of the revision.
+
+    Args:
+        config_name: A file that each revision has.
     """
-    folder = Path(model)
-    if not folder.is_dir():
-        snapshot = _snapshot(model, revision)
-        if snapshot is None:
-            return str(revision or "")
-        if not any(path.suffix in _WEIGHT_FILES for path in snapshot.iterdir()):
-            return snapshot.name
-        folder = snapshot
-    return weights_fingerprint(str(folder))
+    if found := weights_fingerprint(model):
+        return found
+    snapshot = _snapshot(model, revision, config_name)
+    if snapshot is None:
+        return str(revision or "")
+    if not any(path.suffix in _WEIGHT_FILES for path in snapshot.iterdir()):
+        return snapshot.name
+    return weights_fingerprint(str(snapshot))
 
 
-def _snapshot(model: str, revision: str | None) -> Path | None:
+def _snapshot(model: str, revision: str | None, config_name: str) -> Path | None:
     """Folder of a model in the cache of the model hub; it is named after the commit."""
     try:
         from huggingface_hub import try_to_load_from_cache
 
-        found = try_to_load_from_cache(model, "config.json", revision=revision)
+        found = try_to_load_from_cache(model, config_name, revision=revision)
     except (ImportError, ValueError):  # not a name that the hub could have
         return None
     return Path(found).parent if isinstance(found, str) else None

@@ -178,6 +178,11 @@ def test_weights_in_a_folder_are_told_apart(tmp_path: Path) -> None:
     trained = weights_fingerprint(str(tmp_path))
     (tmp_path / "config.json").write_text('{"rope_theta": 2}')
     assert len({first, trained, weights_fingerprint(str(tmp_path))}) == 3
+    file = tmp_path / "model.gguf"  # a model that is one file
+    file.write_bytes(b"1")
+    first = weights_fingerprint(str(file))
+    file.write_bytes(b"2")
+    assert "" != first != weights_fingerprint(str(file))
 
 
 @pytest.mark.parametrize(
