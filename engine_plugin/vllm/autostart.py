@@ -1,6 +1,7 @@
 """Starts a daemon where there is none.
 
-The daemon outlives the engine on purpose: the cache is worth most to the next one. Two engines that start one at the
+The daemon outlives the engine on purpose: the cache is worth most to the next one, and other engines use it. It is no
+child of the engine's, since vLLM kills all of those where a worker takes long to end. Two engines that start one at the
 same time do no harm: the second daemon finds the socket held, exits, and both engines use the first.
 """
 
@@ -10,7 +11,6 @@ import logging
 import os
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import IO, Any, Final
@@ -22,6 +22,15 @@ log = logging.getLogger("vllm.kvstore")
 
 START_TIMEOUT_S: Final = 20.0
 _POLL_S: Final = 0.05
+#: Starts what it is told to, in a session of its own, and says its process id. vLLM binds its threads to cores, which a
+#: child would inherit.
+_LAUNCHER: Final = """
+import os, subprocess, sys
+os.sched_setaffinity(0, range(os.cpu_count() or 1))
+process = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL, stdout=sys.stderr, start_new_session=True)
+print(process.pid, flush=True)
+os._exit(0)
+"""
 
 
 def ensure_daemon(endpoint: str, *, cpu_bytes: int, block_size: int, token: str | None = None) -> None:
@@ -31,17 +40,20 @@ def ensure_daemon(endpoint: str, *, cpu_bytes: int, block_size: int, token: str 
     """
     if _answers(endpoint, token):
         return
-    process = _start(endpoint, cpu_bytes, block_size)
+    try:
+        pid = _start(endpoint, cpu_bytes, block_size)
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        log.warning("kvstore: no daemon could be started for %s (%s); going on without a cache", endpoint, error)
+        return
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline:
         if _answers(endpoint, token):
             log.info("kvstore: a daemon of %d bytes answers at %s", cpu_bytes, endpoint)
             return
-        if process.poll() is not None and not _answers(endpoint, token):
+        if not _lives(pid) and not _answers(endpoint, token):
             log.warning(
-                "kvstore: the daemon started for %s ended with exit code %s; going on without a cache (log: %s)",
+                "kvstore: the daemon started for %s has ended; going on without a cache (log: %s)",
                 endpoint,
-                process.returncode,
                 log_path(endpoint) or "none",
             )
             return
@@ -67,32 +79,28 @@ def _answers(endpoint: str, token: str | None) -> bool:
     return True
 
 
-def _start(endpoint: str, cpu_bytes: int, block_size: int) -> subprocess.Popen[bytes]:
+def _start(endpoint: str, cpu_bytes: int, block_size: int) -> int:
+    """Its process id. Its parent, which has started it, is gone by then."""
     command = [sys.executable, "-m", "kvstore", "serve"]
     command += ["--cpu-bytes", str(cpu_bytes), "--block-size", str(block_size), "--listen", endpoint]
-    started: list[subprocess.Popen[bytes]] = []
+    with _log_file(endpoint) as output:
+        launched = subprocess.run(
+            [sys.executable, "-c", _LAUNCHER, *command],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=output,
+            cwd="/",
+            check=True,
+        )
+    return int(launched.stdout)
 
-    def launch() -> None:
-        # vLLM binds its threads to cores, and a child inherits the binding of the thread that started it.
-        os.sched_setaffinity(0, range(os.cpu_count() or 1))
-        with _log_file(endpoint) as output:
-            started.append(
-                subprocess.Popen(
-                    command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=output,
-                    cwd="/",
-                    start_new_session=True,
-                )
-            )
 
-    thread = threading.Thread(target=launch, name="kvstore-autostart")
-    thread.start()
-    thread.join()
-    # Waits for the daemon as long as this engine lives, so that one that ends does not stay behind as a zombie.
-    threading.Thread(target=started[0].wait, name="kvstore-autostart-reaper", daemon=True).start()
-    return started[0]
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def _log_file(endpoint: str) -> IO[Any]:

@@ -48,6 +48,13 @@ def test_starts_one_of_the_asked_size_and_leaves_it_alone_afterwards(endpoint: s
     assert pid_at(endpoint) == stats["pid"]
 
 
+def test_a_daemon_is_not_among_the_engines_processes(endpoint: str) -> None:
+    """vLLM kills those where a worker takes long to end."""
+    ensure_daemon(endpoint, cpu_bytes=64_000_000, block_size=32)
+    pid = pid_at(endpoint)
+    assert pid not in [process.pid for process in psutil.Process().children(recursive=True)]
+
+
 def test_two_engines_at_once_end_with_one_daemon(endpoint: str) -> None:
     pids: list[int] = []
 
