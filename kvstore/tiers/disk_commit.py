@@ -279,6 +279,11 @@ class Committer:
         await self._threads.call(Lane.COMMIT, lambda: self._ledger.write(snapshot))
         self.unmarked = 0
 
+    @property
+    def index_bytes(self) -> int:
+        """Length of the file of the index."""
+        return self._index.known_bytes
+
     def reserve_index(self, size_bytes: int) -> None:
         """Has the file system promise room for the index. Any thread, but for the loop's.
 

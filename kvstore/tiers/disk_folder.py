@@ -8,7 +8,7 @@
     slab-00000001-69632.kv     extents of 69632 bytes, as many as the file is long
     index/data.mdb             which extent holds which block
     recency, removed           by extent, when it was last used and whether it holds nothing any more (disk_ledger)
-    index.damaged/             an index that was not whole, kept until the one built in its place is durable
+    index.damaged/             empty: the index was not whole, and the one built in its place is not durable yet
     *.new                      files that are not finished; removed at open
 
 Blocking calls throughout: for a thread, not for the loop.
@@ -50,6 +50,8 @@ _OURS: Final = {
     DAMAGED_INDEX,
     "lost+found",
 }
+#: What a file may take beside its bytes, for the file system's own books.
+_PROMISE_SLACK_BYTES: Final = 64 << 10
 #: LMDB's memory map and the kernel's locks are not safe there, and a shared directory would have two owners.
 _NETWORK: Final = {"nfs", "nfs4", "cifs", "smb3", "smbfs", "ceph", "glusterfs", "lustre", "9p", "afs", "beegfs", "gpfs"}
 
@@ -299,18 +301,19 @@ class DiskFolder:
         return self.path / DAMAGED_INDEX
 
     def set_index_aside(self) -> None:
-        """Moves an index that is not whole, or gone, out of the way. What is left says so to the next start."""
-        shutil.rmtree(self.damaged_index, ignore_errors=True)
-        try:
-            os.rename(self.index_folder, self.damaged_index)
-        except FileNotFoundError:
-            self.damaged_index.mkdir(mode=0o700)
+        """Removes an index that is not whole: the budget has room for one. What is left says so to the next start."""
+        self.damaged_index.mkdir(mode=0o700, exist_ok=True)
+        self.forget_index()
+
+    def forget_index(self) -> None:
+        shutil.rmtree(self.index_folder, ignore_errors=True)
 
     def forget_damaged_index(self) -> None:
         shutil.rmtree(self.damaged_index, ignore_errors=True)
 
     def reserve_index(self, size_bytes: int) -> None:
-        """Has the file system promise room for the index, so that commits succeed when others have filled the disk.
+        """Has the file system promise room for the index, so that commits succeed when others have filled the disk, and
+        take back what it promised before beyond that.
 
         Raises:
             OSError: ENOSPC above all.
@@ -318,6 +321,9 @@ class DiskFolder:
         if self.medium.allocate:
             fd = self.io.open(self.index_folder / "data.mdb", os.O_RDWR)
             try:
+                stat = os.fstat(fd)
+                if stat.st_blocks * 512 > max(size_bytes, stat.st_size) + _PROMISE_SLACK_BYTES:
+                    os.ftruncate(fd, stat.st_size)  # to the length that it has: what lies behind its end goes
                 self.io.allocate(fd, size_bytes, keep_size=True)
             finally:
                 os.close(fd)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvstore.tier import TierState
 from kvstore.tiers.disk_index import DiskIndex, write_index
-from kvstore.tiers.disk_load import map_bytes_for, record_of
+from kvstore.tiers.disk_load import index_bytes_for, map_bytes_for, record_of
 from kvstore.tiers.files import probe_again
 from kvstore.tiers.index_check import IndexDamaged
 from kvstore.tiers.io_threads import Lane
@@ -143,12 +143,16 @@ class Keeper:
                 return index
             except IndexDamaged:
                 index.close()
+                tier.folder.forget_index()  # the budget has room for one
             for slab in slabs:
                 tier.folder.io.fdatasync(slab.fd)
             records = [record_of(entry) for entry in entries]
             map_bytes = map_bytes_for(tier.capacity_bytes)
             write_index(tier.folder.index_folder, records, namespaces, map_bytes)
-            return DiskIndex(tier.folder.index_folder, map_bytes)
+            index = DiskIndex(tier.folder.index_folder, map_bytes)
+            with contextlib.suppress(OSError, IndexDamaged):  # a disk that is full keeps nobody from going on
+                index.reserve(lambda: tier.folder.reserve_index(index_bytes_for(sum(slab.extents for slab in slabs))))
+            return index
 
         tier.index = await tier.threads.call(Lane.COMMIT, renew)
         # Blocks that left while it was written are among what the committer has pending.

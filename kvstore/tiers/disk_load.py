@@ -35,7 +35,7 @@ from kvstore.tiers.disk_ledger import Ledger, Snapshot
 from kvstore.tiers.extent import ALIGN_BYTES, FOOTER_BYTES, Footer, extent_bytes_for, parse_footer
 from kvstore.tiers.files import aligned_memory
 from kvstore.tiers.index_check import IndexDamaged
-from kvstore.tiers.slabs import GONE, INDEX_BYTES_PER_BLOCK, RAW, Books, Entry, Slab
+from kvstore.tiers.slabs import GONE, INDEX_BYTES_PER_BLOCK, RAW, RECENCY_BYTES_PER_BLOCK, Books, Entry, Slab
 
 #: Set aside for all that is neither slab nor record: LMDB's first pages, texts of namespaces, the small files.
 FIXED_BYTES: Final = 1 << 20
@@ -66,6 +66,11 @@ class Loaded:
 def map_bytes_for(capacity_bytes: int) -> int:
     """What LMDB may map: more than the budget ever lets the index grow to, for the smallest extents there are."""
     return FIXED_BYTES + capacity_bytes // ALIGN_BYTES * INDEX_BYTES_PER_BLOCK
+
+
+def index_bytes_for(extents: int) -> int:
+    """What the file of the index may take where there are so many extents."""
+    return FIXED_BYTES // 2 + extents * (INDEX_BYTES_PER_BLOCK - RECENCY_BYTES_PER_BLOCK)
 
 
 def load(folder: DiskFolder, capacity_bytes: int) -> Loaded:
@@ -148,7 +153,7 @@ def _build(folder: DiskFolder, capacity_bytes: int, slabs: list[Slab], rebuilt: 
         for slab in books.slabs.values():
             _list_free(slab)
         with contextlib.suppress(OSError):  # a disk that is full keeps nobody from reading
-            room = FIXED_BYTES // 2 + _blocks_max(books) * INDEX_BYTES_PER_BLOCK
+            room = index_bytes_for(_blocks_max(books))
             index.reserve(lambda: folder.reserve_index(room))
         with contextlib.suppress(OSError):
             ledger.write(snapshot_of(books))
@@ -166,7 +171,7 @@ def _index_of(folder: DiskFolder, capacity_bytes: int, books: Books, stale: Sequ
         folder.index_folder.mkdir(mode=0o700, exist_ok=True)
         index = DiskIndex(folder.index_folder, map_bytes, checked=True)
         try:
-            if index.known_bytes <= FIXED_BYTES + _blocks_max(books) * INDEX_BYTES_PER_BLOCK:
+            if index.known_bytes <= index_bytes_for(_blocks_max(books)):
                 if stale:
                     index.commit(stale, ())
                 return index

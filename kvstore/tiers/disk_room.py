@@ -16,11 +16,11 @@ from kvstore.clock import Clock
 from kvstore.tiers.disk_commit import Committer
 from kvstore.tiers.disk_folder import DiskFolder
 from kvstore.tiers.disk_health import Health
-from kvstore.tiers.disk_load import FIXED_BYTES
+from kvstore.tiers.disk_load import index_bytes_for
 from kvstore.tiers.extent import ALIGN_BYTES
 from kvstore.tiers.files import aligned_memory
 from kvstore.tiers.io_threads import IoThreads, Lane
-from kvstore.tiers.slabs import INDEX_BYTES_PER_BLOCK, Books, Entry, Slab, SlabClass, charge_of
+from kvstore.tiers.slabs import Books, Entry, Slab, SlabClass, charge_of
 
 Extents = list[tuple[Slab, int]]
 
@@ -104,6 +104,8 @@ class Room:
     async def _make(self, kind: SlabClass, missing: int) -> bool:
         """One step towards more free extents. False: there is none left to take."""
         await self.remove_leaving()
+        taken = self._committer.index_bytes - index_bytes_for(self._extents)
+        self._books.index_excess_bytes = max(0, taken)
         extents = self._books.room_for_slab(kind.extent_bytes)
         if extents and self._clock.monotonic() >= self._grow_again_at and await self._grow(kind, extents):
             return True
@@ -122,6 +124,10 @@ class Room:
         waiting = bool(leaving) or self._committer.pending > 0
         return waiting and await self._committer.flush()
 
+    @property
+    def _extents(self) -> int:
+        return sum(slab.extents for slab in self._books.slabs.values())
+
     async def _grow(self, kind: SlabClass, extents: int) -> bool:
         books = self._books
         number = books.next_slab
@@ -129,18 +135,12 @@ class Room:
         charge = charge_of(kind.extent_bytes, extents)
         # Reserve before accepting: a slab that is being made counts already.
         books.charge(charge)
-        index_bytes = FIXED_BYTES // 2 + INDEX_BYTES_PER_BLOCK * (
-            extents + sum(slab.extents for slab in books.slabs.values())
-        )
+        index_bytes = index_bytes_for(extents + self._extents)
 
         def create() -> Slab:
-            slab = self._folder.create_slab(number, kind.extent_bytes, extents)
-            try:
-                self._committer.reserve_index(index_bytes)
-            except OSError:
-                self._folder.remove_slab(slab)
-                raise
-            return slab
+            # First, since it gives room back where there are fewer extents than before.
+            self._committer.reserve_index(index_bytes)
+            return self._folder.create_slab(number, kind.extent_bytes, extents)
 
         making = self._threads.submit(Lane.KEEP, create).future
         making.add_done_callback(lambda done: self._made(done, charge))

@@ -35,6 +35,7 @@ def tier_stats(tier: DiskTier) -> dict[str, Any]:
     depth = tier.io_threads.depth if tier.io_threads is not None else dict.fromkeys(Lane, 0)
     medium = tier.folder.medium
     index_bytes = tier.index.known_bytes if tier.index is not None else 0
+    charged_bytes = FIXED_BYTES + tier.folder.stray_bytes + books.charged_bytes + books.index_excess_bytes
     slab_bytes = sum(slab.size_bytes for slab in books.slabs.values())
     return {
         "name": tier.name,
@@ -45,7 +46,7 @@ def tier_stats(tier: DiskTier) -> dict[str, Any]:
         "used_bytes": books.payload_bytes,
         "blocks": len(books.index),
         "allocated_bytes": slab_bytes + index_bytes,
-        "charged_bytes": FIXED_BYTES + tier.folder.stray_bytes + books.charged_bytes if room else 0,
+        "charged_bytes": charged_bytes if room else 0,
         "waste_bytes": sum(slab.count * slab.extent_bytes for slab in books.slabs.values()) - books.payload_bytes,
         "index_bytes": index_bytes,
         "raw_bytes": room.raw_bytes if room else 0,

@@ -24,6 +24,8 @@ SLABS_MAX: Final = 256
 #: partly empty and writes a commit's pages beside the old ones, 1109 bytes; with names of vLLM's length 500
 #: (tests/disk/test_budget.py).
 INDEX_BYTES_PER_BLOCK: Final = 1280
+#: ... of it the recency file, twice while it is written anew.
+RECENCY_BYTES_PER_BLOCK: Final = 16
 #: What a slab takes beside its extents: the file system's own blocks.
 SLAB_OVERHEAD_BYTES: Final = 16 << 10
 #: In `used`: nothing lies in the extent, and nothing that was written up to the sequence beside it may come back.
@@ -135,11 +137,14 @@ class Books:
 
     Attributes:
         budget_bytes: What slabs may be charged in all.
+        index_excess_bytes: How much longer the file of the index is than what extents are charged for it. It never gets
+            shorter, also when slabs of many small extents become slabs of a few large ones.
         sequence: Grows with each write and use; never repeats in a directory.
     """
 
     def __init__(self, budget_bytes: int) -> None:
         self.budget_bytes = budget_bytes
+        self.index_excess_bytes = 0
         self.index: dict[bytes, Entry] = {}
         self.classes: dict[int, SlabClass] = {}
         self.slabs: dict[int, Slab] = {}
@@ -166,7 +171,7 @@ class Books:
         whole = self.budget_bytes
         target = max(min(whole // SLABS_TARGET, SLAB_BYTES_MAX), whole // SLABS_MAX)
         extents = max(1, target // extent_bytes)
-        room = self.budget_bytes - self.charged_bytes - SLAB_OVERHEAD_BYTES
+        room = self.budget_bytes - self.charged_bytes - self.index_excess_bytes - SLAB_OVERHEAD_BYTES
         found = max(0, min(extents, room // (extent_bytes + INDEX_BYTES_PER_BLOCK)))
         # The last bit of the budget is not worth a descriptor and a file.
         return found if found >= -(-extents // 4) or not self.slabs else 0

@@ -10,13 +10,15 @@ from pathlib import Path
 import pytest
 
 from kvstore.blocks import KEY_BYTES_MAX
+from kvstore.testing import FakeClock
 from kvstore.testing.tier_suite import BLOCK_BYTES, DEADLINE_S, filled, load, name_of, present, store
-from kvstore.tier import ReadOutcome, WriteOutcome, tier_key
+from kvstore.tier import ReadOutcome, TierState, WriteOutcome, tier_key
+from kvstore.tiers.disk import DiskTier
 from kvstore.tiers.disk_index import RECORD, DiskIndex, read_columns
-from kvstore.tiers.disk_load import FIXED_BYTES
+from kvstore.tiers.disk_load import FIXED_BYTES, index_bytes_for
 from kvstore.tiers.extent import TIER_KEY_BYTES_MAX, extent_bytes_for
-from kvstore.tiers.slabs import INDEX_BYTES_PER_BLOCK
-from tests.disk.media import CAPACITY_BYTES, opened
+from kvstore.tiers.slabs import INDEX_BYTES_PER_BLOCK, Slab
+from tests.disk.media import CAPACITY_BYTES, heal, opened
 
 
 def bytes_of(folder: Path) -> int:
@@ -92,6 +94,49 @@ async def test_many_small_blocks(tmp_path: Path) -> None:
         assert await load(tier, keys, 2000) == [ReadOutcome.OK] * 200
         assert tier.stats()["evictions"] > 0
     assert bytes_of(tmp_path) <= 16 << 20
+
+
+async def reserve_all(tier: DiskTier, extent_bytes: int) -> int:
+    """Has a tier make all slabs that its budget has room for, and writes nothing; how many extents that is."""
+    assert tier.room is not None
+    found: list[tuple[Slab, int]] = []
+    await tier.room.find(extent_bytes, tier.capacity_bytes // extent_bytes, found)
+    for slab, extent in found:
+        tier.books.give_back(slab, extent)
+    return len(found)
+
+
+async def test_what_the_file_system_promises_the_index_is_within_the_budget(tmp_path: Path) -> None:
+    """The smallest extents there are, and so many that every byte for each of them shows."""
+    clock, capacity = FakeClock(), 400 << 20
+    async with opened(tmp_path, capacity, clock=clock, prewrite=False) as tier:
+        count = await reserve_all(tier, 4096)
+        assert count > 60_000
+        await tier.keep_recency()
+        assert bytes_of(tmp_path) <= capacity
+        data = tmp_path / "index" / "data.mdb"
+        data.write_bytes(b"")  # it is written anew, and its room promised anew
+        await heal(tier, clock)
+        await heal(tier, clock)
+        assert tier.state is TierState.OK
+        assert bytes_of(tmp_path) <= capacity
+        assert not tier.folder.medium.allocate or data.stat().st_blocks * 512 >= index_bytes_for(count)
+    async with opened(tmp_path, 100 << 20, prewrite=False) as tier:
+        assert bytes_of(tmp_path) <= 100 << 20, "what was promised for more extents was not given back"
+
+
+async def test_many_small_extents_that_become_few_large_ones_stay_within_the_budget(tmp_path: Path) -> None:
+    capacity = 64 << 20
+    async with opened(tmp_path, capacity, prewrite=False) as tier:
+        await reserve_all(tier, 4096)
+        keys = [tier_key(b"d" * 16, 0, os.urandom(KEY_BYTES_MAX)) for _ in range(6000)]
+        for at in range(0, 6000, 1000):
+            await store(tier, keys[at : at + 1000], 2000)
+        for number in range(80):
+            assert await store(tier, [name_of(number)], 1 << 20) == [WriteOutcome.STORED]
+            assert bytes_of(tmp_path) <= capacity
+            assert tier.stats()["charged_bytes"] <= capacity
+        assert tier.stats()["used_bytes"] > capacity * 0.8
 
 
 async def test_shrinking_keeps_the_hottest_and_growing_keeps_all(tmp_path: Path) -> None:
