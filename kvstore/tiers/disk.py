@@ -56,6 +56,9 @@ _OPEN_S: Final = 5.0
 _CLOSE_S: Final = 5.0
 #: Blocks that a loop over the whole index handles before others may run.
 _STEP: Final = 4096
+#: How often an index that cannot be read is tried again before it is built anew from the footers: what cannot be read
+#: of those, either, is lost then.
+_TRIES_MAX: Final = 3
 #: Removals that are remembered by name while the medium does not answer; beyond that everything on it is removed.
 _OWED_MAX: Final = 262_144
 
@@ -129,6 +132,7 @@ class DiskTier(Tier):
         self._owed_keys: set[bytes] = set()
         self._owed_digests: set[bytes | None] = set()
         self._held = False
+        self._tries = 0
         self._bringing_up: asyncio.Task[None] | None = None
         self._threads: IoThreads | None = None
         self._keeper: Keeper | None = None
@@ -193,8 +197,12 @@ class DiskTier(Tier):
                 await self.threads.call(Lane.KEEP, self.folder.hold)
                 self._held = True
                 self._answered.set()
-            loaded = await self.threads.call(Lane.KEEP, lambda: load(self.folder, self.capacity_bytes))
+            give_up_index = self._tries >= _TRIES_MAX
+            loaded = await self.threads.call(
+                Lane.KEEP, lambda: load(self.folder, self.capacity_bytes, give_up_index=give_up_index)
+            )
         except OSError as error:
+            self._tries += 1
             # Nobody knows what is there: nothing is served until a later try gets through.
             self.health.give_up(error.errno or errno.EIO, f"opening {self.directory}: {error}")
             return

@@ -10,6 +10,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import dataclasses
+import errno
 import gc
 import itertools
 import os
@@ -73,8 +74,11 @@ def index_bytes_for(extents: int) -> int:
     return FIXED_BYTES // 2 + extents * (INDEX_BYTES_PER_BLOCK - RECENCY_BYTES_PER_BLOCK)
 
 
-def load(folder: DiskFolder, capacity_bytes: int) -> Loaded:
+def load(folder: DiskFolder, capacity_bytes: int, *, give_up_index: bool = False) -> Loaded:
     """Builds the books from a directory that is held.
+
+    Args:
+        give_up_index: An index that the medium cannot read (EIO) is one that is lost.
 
     Raises:
         OSError: the medium does not work now.
@@ -85,13 +89,13 @@ def load(folder: DiskFolder, capacity_bytes: int) -> Loaded:
         why = _index_fault(folder, bool(slabs))
         if not why:
             try:
-                return _build(folder, capacity_bytes, slabs, "")
+                return _build(folder, capacity_bytes, slabs, "", give_up_index)
             except IndexDamaged as damage:
                 why = str(damage)
                 folder.set_index_aside()
                 for slab in slabs:
                     slab.forget()
-        return _build(folder, capacity_bytes, slabs, why)
+        return _build(folder, capacity_bytes, slabs, why, give_up_index)
     except BaseException:
         for slab in slabs:
             with contextlib.suppress(OSError):  # one that was to be removed is closed
@@ -111,7 +115,7 @@ def _index_fault(folder: DiskFolder, slabs: bool) -> str:
     return ""
 
 
-def _build(folder: DiskFolder, capacity_bytes: int, slabs: list[Slab], rebuilt: str) -> Loaded:
+def _build(folder: DiskFolder, capacity_bytes: int, slabs: list[Slab], rebuilt: str, give_up_index: bool) -> Loaded:
     """From the index, or, where `rebuilt` says why not, from the footers.
 
     Raises:
@@ -132,7 +136,13 @@ def _build(folder: DiskFolder, capacity_bytes: int, slabs: list[Slab], rebuilt: 
         if rebuilt:
             entries = fill(books, scan_footers(folder, slabs), known, stale, from_footers=True)
         else:
-            entries = fill(books, read_columns(file) if file.exists() else (), known, stale, from_footers=False)
+            try:
+                records = read_columns(file) if file.exists() else ()
+                entries = fill(books, records, known, stale, from_footers=False)
+            except OSError as error:
+                if error.errno == errno.EIO and give_up_index:
+                    raise IndexDamaged(f"it cannot be read: {error}") from error
+                raise
         gone, shortened = _shrink(books)
         if shortened:
             entries = [entry for entry in entries if books.index.get(entry.key) is entry]

@@ -6,6 +6,7 @@ For a directory that no daemon uses: it takes the directory's lock. Blocking, fo
 from __future__ import annotations
 
 import dataclasses
+import errno
 from collections.abc import Callable
 from pathlib import Path
 
@@ -124,6 +125,10 @@ def _verify(folder: DiskFolder, slabs: list[Slab], repair: bool, progress: Progr
         namespaces = index.namespaces()
     except IndexDamaged as damage:
         report.index_fault = str(damage)
+    except OSError as error:
+        if error.errno != errno.EIO:
+            raise
+        report.index_fault = f"it cannot be read: {error}"
     try:
         known = Ledger(folder).read()
         whole = _check_slabs(folder, slabs, named, known, report, progress)

@@ -12,7 +12,10 @@ import pytest
 from kvstore.testing import FakeClock, make_block
 from kvstore.testing.tier_suite import BLOCK_BYTES, DEADLINE_S, filled, load, name_of, present, store
 from kvstore.tier import ReadOutcome, TierState, WriteOutcome
-from tests.disk.media import PlainIO, SickIO, StrictIO, heal, opened, slab_paths
+from kvstore.tiers import disk_load
+from kvstore.tiers.disk import DiskTier
+from kvstore.tiers.disk_index import Columns
+from tests.disk.media import CAPACITY_BYTES, PlainIO, SickIO, StrictIO, heal, opened, slab_paths
 
 KEYS = [name_of(number) for number in range(16)]
 OK, ABSENT, DAMAGED = ReadOutcome.OK, ReadOutcome.ABSENT, ReadOutcome.DAMAGED
@@ -348,6 +351,28 @@ async def test_a_changed_index_does_not_end_the_process_at_the_next_commit(tmp_p
         assert await tier.sync()
     async with opened(tmp_path) as tier:
         assert await load(tier, KEYS) == [ABSENT] * 4 + [OK] * 12
+
+
+async def test_an_index_that_can_never_be_read_is_built_from_footers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = FakeClock()
+    async with opened(tmp_path) as tier:
+        await store(tier, KEYS)
+
+    def unreadable(path: Path) -> list[Columns]:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(disk_load, "read_columns", unreadable)
+    tier = DiskTier(tmp_path, CAPACITY_BYTES, clock)
+    await tier.open()
+    for _ in range(3):  # a device may have moods
+        await _until(lambda: tier.state is TierState.FAILED)
+        assert (tmp_path / "index" / "data.mdb").exists()
+        await heal(tier, clock)
+    assert tier.state is TierState.OK and "cannot be read" in tier.rebuilt
+    assert await load(tier, KEYS) == [OK] * 16
+    await tier.close()
 
 
 async def test_a_medium_that_cannot_be_opened_is_tried_again(tmp_path: Path) -> None:
