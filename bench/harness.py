@@ -7,15 +7,19 @@ runs its cases round by round, in an order that changes, and reports the median 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import datetime
+import fcntl
 import json
 import mmap
 import os
 import platform
 import random
 import re
+import socket
 import statistics
+import struct
 import subprocess
 import sys
 import tempfile
@@ -36,6 +40,11 @@ ROOT: Final = Path(__file__).resolve().parent.parent
 _START_S: Final = 60.0
 _POPULATE_S: Final = 300.0
 _MADV_HUGEPAGE: Final = 14
+# linux/sched.h, linux/sockios.h, linux/if.h
+_CLONE_NEWNET: Final = 0x40000000
+_SIOCSIFFLAGS: Final = 0x8914
+_IFF_UP: Final = 0x1
+_IFF_RUNNING: Final = 0x40
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -106,6 +115,23 @@ def _status_bytes(pid: int | str, name: str) -> int:
     found = re.search(rf"^{name}:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
     assert found is not None
     return int(found.group(1)) << 10
+
+
+# -- network -----------------------------------------------------------------------------------------------------------
+
+
+def own_network(algorithm: str) -> None:
+    """Moves this process, and what it starts from now on, to a network of its own with loopback alone, whose TCP
+    connections all have one congestion control. Call it before there are threads. Where that is not permitted (it takes
+    root) everything stays as it is.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    with contextlib.suppress(OSError):
+        if libc.unshare(_CLONE_NEWNET) == 0:
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+                fcntl.ioctl(any_socket, _SIOCSIFFLAGS, struct.pack("16sH22x", b"lo", _IFF_UP | _IFF_RUNNING))
+            # Others than reno may be for the machine's own network alone.
+            Path("/proc/sys/net/ipv4/tcp_congestion_control").write_text(algorithm)
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------

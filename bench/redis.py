@@ -2,16 +2,22 @@
 
 Large blocks (4 and 8 MiB)
     tier        what the daemon does: RedisTier.read and .write of a batch, checked, in parts
-    redis-py    get and set of whole blocks with redis-py and hiredis; what was got is copied to its place
-    bare        a blocking socket: the same number of bytes as GET and SET with recv_into and sendmsg, the next GET
-                sent before the value of the last one has come, nothing checked. Once with whole blocks, once cut as
-                the tier cuts them; the faster one counts.
+    redis-py    get and set of whole blocks with redis-py, one after another, in a process of its own: as `pip install
+                redis` gives it, with a parser in Python, and with hiredis, which it takes where it is installed; what
+                was got is copied to its place
+    bare        a blocking socket with the congestion control that the tier's has: the same number of bytes as GET and
+                SET with recv_into and sendmsg, the next GET sent before the value of the last one has come, nothing
+                checked. Once with whole blocks, once cut as the tier cuts them; the faster one counts.
 Small blocks (64 KiB)
     redis-benchmark with as many commands in flight, as a process of its own.
 
 Batches are of 32 MiB, as the daemon makes them. Stores go to names that are not there; what was there is removed
 outside the time, by every side in the same way, and the server keeps the memory for what comes next, as a full one
 does. redis-benchmark stores as many keys again and again.
+
+What the server sends, its system's congestion control decides. The tier and the bare socket choose one for what they
+send, redis-py does not. With --own-network all of it runs, where that is permitted, in a network whose connections all
+have reno.
 """
 
 from __future__ import annotations
@@ -22,6 +28,7 @@ import shutil
 import socket
 import statistics
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -30,7 +37,9 @@ from typing import Any, Final
 import click
 from redis import Redis
 
-from bench.harness import Ratio, Report, in_turn, private_memory, seconds
+from bench import redis_plain
+from bench.harness import ROOT, Ratio, Report, in_turn, own_network, private_memory, seconds
+from kvstore import congestion
 from kvstore.clock import SystemClock
 from kvstore.tier import ReadOutcome, WriteOutcome, tier_key
 from kvstore.tiers.redis import RedisTier
@@ -77,6 +86,7 @@ class Bare:
         self._socket = socket.create_connection(("127.0.0.1", port), _DEADLINE_S)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket.settimeout(None)
+        congestion.choose(self._socket)
 
     def close(self) -> None:
         self._socket.close()
@@ -115,6 +125,34 @@ class Bare:
         return data
 
 
+class Plain:
+    """redis-py in a process of its own."""
+
+    def __init__(self, port: int, block_bytes: int, count: int, *, hiredis: bool) -> None:
+        command = [sys.executable, "-m", "bench.redis_plain", str(port), str(block_bytes), str(count)]
+        command += [] if hiredis else ["without-hiredis"]
+        self._process = subprocess.Popen(
+            command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+        )
+        self._answer()
+
+    def _answer(self) -> str:
+        assert self._process.stdout is not None
+        if not (line := self._process.stdout.readline()):
+            raise SystemExit("the process with redis-py has ended")
+        return line
+
+    def move(self, verb: str) -> float:
+        """All blocks; returns the seconds."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{verb}\n")
+        return float(self._answer())
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+
 class Sides:
     """A batch of blocks, and everybody who moves it.
 
@@ -126,7 +164,9 @@ class Sides:
     def __init__(self, runner: asyncio.Runner, tier: RedisTier, port: int, size_bytes: int, count: int) -> None:
         self._runner = runner
         self._tier = tier
-        self._plain = Redis(port=port)
+        self._admin = Redis(port=port)
+        self._plain = Plain(port, size_bytes, count, hiredis=False)
+        self._hiredis = Plain(port, size_bytes, count, hiredis=True)
         self._bare = Bare(port)
         self._count = count
         memory = memoryview(private_memory(2 * size_bytes * count)).cast("B")
@@ -138,7 +178,7 @@ class Sides:
         self._keys = [
             tier_key(b"b" * 16, 0, size_bytes.to_bytes(8, "big") + n.to_bytes(4, "big")) for n in range(count)
         ]
-        self._names = [b"plain:%d:%d" % (size_bytes, number) for number in range(count)]
+        self._names = redis_plain.names(size_bytes, count)
         cut = [(n, at) for n in range(count) for at in range(0, size_bytes, PAYLOAD_BYTES)]
         self._part_names = [b"part:%d:%d:%d" % (size_bytes, number, at) for number, at in cut]
         self._part_datas = [self._datas[number][at : at + PAYLOAD_BYTES] for number, at in cut]
@@ -147,13 +187,15 @@ class Sides:
     def close(self) -> None:
         self.forget()
         self._plain.close()
+        self._hiredis.close()
+        self._admin.close()
         self._bare.close()
 
     def forget(self) -> None:
         """Removes all that was stored, and waits until its memory is free."""
-        self._plain.delete(*self._names, *self._part_names)
+        self._admin.delete(*self._names, *self._part_names)
         self._runner.run(self._tier.delete(self._keys))
-        while self._plain.info("memory")["lazyfree_pending_objects"]:
+        while self._admin.info("memory")["lazyfree_pending_objects"]:
             time.sleep(0.001)
 
     def _check(self) -> None:
@@ -189,32 +231,26 @@ class Sides:
 
     def plain_set(self) -> float:
         self.forget()
-
-        def go() -> None:
-            for name, data in zip(self._names, self._datas, strict=True):
-                self._plain.set(name, data)
-
-        return seconds(go)
+        return self._plain.move("set")
 
     def plain_get(self) -> float:
-        if not self._plain.exists(self._names[0]):
-            self.plain_set()
+        self.plain_set()
+        return self._plain.move("get")
 
-        def go() -> None:
-            for name, room in zip(self._names, self._rooms, strict=True):
-                room[:] = self._plain.get(name)
+    def hiredis_set(self) -> float:
+        self.forget()
+        return self._hiredis.move("set")
 
-        taken = seconds(go)
-        self._check()
-        return taken
+    def hiredis_get(self) -> float:
+        self.hiredis_set()
+        return self._hiredis.move("get")
 
     def bare_set(self) -> float:
         self.forget()
         return seconds(lambda: self._bare.set(self._names, self._datas))
 
     def bare_get(self) -> float:
-        if not self._plain.exists(self._names[0]):
-            self.bare_set()
+        self.bare_set()
         taken = seconds(lambda: self._bare.get(self._names, self._rooms))
         self._check()
         return taken
@@ -224,8 +260,7 @@ class Sides:
         return seconds(lambda: self._bare.set(self._part_names, self._part_datas))
 
     def bare_parts_get(self) -> float:
-        if not self._plain.exists(self._part_names[0]):
-            self.bare_parts_set()
+        self.bare_parts_set()
         taken = seconds(lambda: self._bare.get(self._part_names, self._part_rooms))
         self._check()
         return taken
@@ -234,10 +269,11 @@ class Sides:
 def measure_large(sides: Sides, size_bytes: int, count: int, rounds: int, report: Report) -> None:
     """GET and SET of large blocks."""
     for verb in ("get", "set"):
-        names = ("tier", "plain", "bare", "bare_parts")
+        names = ("tier", "plain", "hiredis", "bare", "bare_parts")
         times = in_turn({name: getattr(sides, f"{name}_{verb}") for name in names}, rounds)
         bare = min(times["bare"], times["bare_parts"], key=statistics.median)
         over_plain, of_bare = Ratio.of(times["plain"], times["tier"]), Ratio.of(bare, times["tier"])
+        over_hiredis = Ratio.of(times["hiredis"], times["tier"])
         what = f"{verb.upper()} of {size_bytes >> 20} MiB"
         gigabytes = size_bytes * count / 1e9
         report.rows.append(
@@ -245,15 +281,18 @@ def measure_large(sides: Sides, size_bytes: int, count: int, rounds: int, report
                 what,
                 f"{gigabytes / sorted(times['tier'])[rounds // 2]:.2f}",
                 f"{gigabytes / sorted(times['plain'])[rounds // 2]:.2f}",
+                f"{gigabytes / sorted(times['hiredis'])[rounds // 2]:.2f}",
                 f"{gigabytes / sorted(bare)[rounds // 2]:.2f}",
                 str(over_plain),
                 report.goal(f"{what} against redis-py", over_plain.median, at_least=_OVER_PLAIN),
+                str(over_hiredis),
                 str(of_bare),
                 report.goal(f"{what} against a bare socket", of_bare.median, at_least=_OF_BARE),
             )
         )
         report.figures[f"{verb}_{size_bytes >> 20}m"] = {
             "over_plain": over_plain.as_json(),
+            "over_hiredis": over_hiredis.as_json(),
             "of_bare": of_bare.as_json(),
         }
 
@@ -284,7 +323,9 @@ def measure_small(sides: Sides, port: int, count: int, rounds: int, report: Repo
                 what,
                 f"{speeds[0]:.2f}",
                 "",
+                "",
                 f"{speeds[1]:.2f} (redis-benchmark)",
+                "",
                 "",
                 "",
                 str(ratio),
@@ -297,13 +338,19 @@ def measure_small(sides: Sides, port: int, count: int, rounds: int, report: Repo
 @click.command()
 @click.option("--smoke", is_flag=True, help="Few blocks and rounds, to see that the bench works.")
 @click.option("--rounds", default=15, help="Rounds that count.")
-def main(smoke: bool, rounds: int) -> None:
+@click.option("--own-network", "own", is_flag=True, help="In a network of its own, where all have the same congestion.")
+def main(smoke: bool, rounds: int, own: bool) -> None:
     """The Redis tier against redis-py, a bare socket and redis-benchmark."""
     if missing := [binary for binary in _BINARIES if shutil.which(binary) is None]:
         raise SystemExit(f"{' and '.join(missing)} not installed: nothing to measure")
     rounds = 2 if smoke else rounds
-    columns = ("what", "tier GB/s", "redis-py", "bare", "tier / redis-py", "goal", "tier / bare", "goal")
+    columns = ("what", "tier GB/s", "redis-py", "with hiredis", "bare", "tier / redis-py", "goal")
+    columns += ("tier / hiredis", "tier / bare", "goal")
     report = Report("redis", columns)
+    if own:
+        own_network("reno")
+    with socket.socket() as any_socket:
+        network = congestion.current(any_socket)
     with running_server() as port, asyncio.Runner() as runner:
         tier = _open(runner, port)
         try:
@@ -317,7 +364,7 @@ def main(smoke: bool, rounds: int) -> None:
         finally:
             runner.run(tier.close())
     report.notes.append("Medians of the ratios within the rounds, with the middle half of them; GB/s are medians.")
-    report.show({"redis": _version()})
+    report.show({"redis": _version(), "congestion": network})
 
 
 def _open(runner: asyncio.Runner, port: int) -> RedisTier:

@@ -18,6 +18,8 @@ from redis.connection import DefaultParser
 from redis.exceptions import ConnectionError as LostConnection
 from redis.exceptions import InvalidResponse, ResponseError
 
+from kvstore import congestion
+
 #: Read ahead: what of a bulk value lies here is copied once more, so it is little beside a part.
 _AHEAD_BYTES: Final = 16 << 10
 #: Bytes that are hashed at once, while they are still in the processor's cache.
@@ -53,6 +55,7 @@ class BulkParser(_Parser):  # type: ignore[misc]  # hiredis where it is installe
     def on_connect(self, connection: Any, **more: Any) -> None:
         super().on_connect(connection, **more)
         self._socket: socket.socket = connection._sock
+        congestion.choose(self._socket)
         self._ahead = memoryview(bytearray(_AHEAD_BYTES))
         self._begin = self._end = 0
 

@@ -74,6 +74,7 @@ LAYERS: dict[str, set[str]] = {
         "kvstore.blocks",
         "kvstore.clock",
         "kvstore.config",
+        "kvstore.congestion",
         "kvstore.errors",
         "kvstore.log",
         "kvstore.policy",

@@ -1,8 +1,14 @@
-"""Daemons that ask each other."""
+"""Daemons that ask each other.
+
+The suite that every tier passes stores through the tier, which nothing does through a peer. What it says of reading and
+removing is checked here, with two real daemons: what is there, what is not, other sizes, damage, neighbours of what is
+missing, removal with and without the peer, and peers that hang, die, and come back.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import tempfile
 from collections.abc import Iterator
@@ -15,6 +21,7 @@ import kvstore
 import kvstore.admin
 import kvstore.errors
 from kvstore.congestion import LOSS_BASED
+from kvstore.testing import make_block
 from tests.remote.conftest import SIZE, FarDaemon, check, far_daemon, names, put
 from tests.support import eventually
 
@@ -130,6 +137,34 @@ def test_the_peers_disk_is_asked_too(tmp_path: Path) -> None:
             assert tier(store, "cpu")["blocks"] < 400
             check(here, keys)
             assert asks.stats()["hits"]["peer"] == 400
+
+
+def test_a_block_that_is_damaged_at_the_peer_is_a_miss_and_costs_no_neighbour(tmp_path: Path) -> None:
+    keys = names(10, "damage")
+    disk = ("--disk-dir", str(tmp_path / "disk"), "--disk-bytes", "100MB")
+    with far_daemon(*disk) as store, asking(store) as asks:
+        with store.connect() as there, asks.connect() as here:
+            put(there, keys)
+            eventually(lambda: not store.stats()["transfers"]["queued_bytes"], "copied")
+            with store.admin() as admin:
+                admin.evict(1 << 40)
+            assert not tier(store, "cpu")["blocks"]
+            wanted = make_block(keys[5], SIZE)
+            for path in (tmp_path / "disk").rglob("*"):
+                if path.is_file() and (at := path.read_bytes().find(wanted[:4096])) >= 0:
+                    break
+            else:
+                raise AssertionError("the block is in none of the files")
+            with path.open("r+b") as file:
+                file.seek(at + SIZE // 2)
+                file.write(bytes([wanted[SIZE // 2] ^ 1]))
+                os.fsync(file.fileno())
+            with here.select(keys[5:6], timeout_s=1) as found:
+                assert len(found) == 0
+            check(here, keys[:5])
+            check(here, keys[6:])
+            assert here.lookup(keys) == 5
+            assert tier(asks)["state"] == "ok"
 
 
 def test_what_came_from_a_peer_is_kept_like_anything_else(tmp_path: Path) -> None:
