@@ -210,7 +210,7 @@ async def test_a_failover(tmp_path: Path, and_back: bool) -> None:
             eventually(lambda: client.info("replication").get("master_link_status") == "up", "the replica is in step")
             eventually(lambda: _knows_replica(watcher), "Sentinel knows the replica")
         async with opened(url, deadline_s=2 * SHORT_S) as tier:
-            assert tier.state is TierState.OK
+            await until_ok(tier)  # on a busy machine the first question takes longer than the deadline
             assert await store(tier, KEYS) == [WriteOutcome.STORED] * 16
             with master.client() as client:
                 assert client.wait(1, 30_000) == 1
