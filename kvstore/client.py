@@ -173,6 +173,12 @@ class Client(EngineCalls):
         return attached.block_size if attached else None
 
     @property
+    def gds(self) -> str | None:
+        """The daemon's --gds, for engines on its host that were not told otherwise; None while not attached."""
+        attached = self._connection.attached
+        return attached.gds if attached else None
+
+    @property
     def namespace(self) -> Namespace | None:
         """The namespace that is open, settled; None where none is."""
         attached = self._connection.attached

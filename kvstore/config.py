@@ -152,6 +152,14 @@ class Settings(pydantic.BaseModel):
         help="Whether the disk keeps what came up from Redis too, so that the next time it need not come over the "
         "network.",
     )
+    gds: Literal["auto", "on", "off"] = _field(
+        "choice",
+        "auto",
+        metavar="auto|on|off",
+        help="Whether workers on a GPU read blocks on disk straight into its memory (GPUDirect Storage), past the pool; "
+        "engines may say otherwise for themselves. auto: where the driver has nvidia-fs and it is the faster way. on: "
+        "also through host memory of the engine, where there is no nvidia-fs.",
+    )
     redis_url: str | None = _field(
         "url",
         None,

@@ -61,6 +61,7 @@ class Attached:
     namespace: Namespace | None
     digest: bytes
     block_size: int
+    gds: str
     keys_max: int
     calls: Calls
 
@@ -401,6 +402,7 @@ class Connection:
             namespace=namespace,
             digest=digest,
             block_size=welcome.block_size,
+            gds=welcome.gds,
             keys_max=welcome.keys_max,
             calls=calls,
         )

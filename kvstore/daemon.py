@@ -118,6 +118,7 @@ class _Daemon:
             self._gate,
             generation=self._generation,
             block_size=settings.block_size,
+            gds=settings.gds,
             handoff_path=unix.path + HANDOFF_SUFFIX if unix else "",
             keys_max=limits.keys_max,
             sessions_max=limits.sessions_max,

@@ -67,6 +67,8 @@ class Lease:
         epochs: Their epochs; compare with ArenaView.epochs_of after a copy, and discard it where they differ.
         pending: How many further keys are on their way up from a lower tier.
         pending_from: Name of the slowest tier that they come from; empty: not known.
+        extents: Where the blocks lie on the daemon's disk that follow those of `offsets`; see kvstore.direct.
+        extents_id: 0 where there are none.
     """
 
     id: int
@@ -75,6 +77,8 @@ class Lease:
     epochs: Epochs
     pending: int
     pending_from: str = ""
+    extents: tuple[DiskExtent, ...] = ()
+    extents_id: int = 0
 
 
 class EngineCalls:
@@ -223,16 +227,20 @@ class EngineCalls:
         )
         return int(self._connection.call("Abort", request, attached).returned)
 
-    def acquire(self, queries: Sequence[tuple[int, Sequence[bytes]]]) -> list[Lease]:
+    def acquire(
+        self, queries: Sequence[tuple[int, Sequence[bytes]]], *, extents_min: Sequence[int] = ()
+    ) -> list[Lease]:
         """Hit and pin in one step, for several runs of keys in one call.
 
         Args:
             queries: Pairs of a KV-cache group and keys in prefix order.
+            extents_min: For each of them: where all that could come up is on a disk of this host, and so many blocks or
+                more, they are leased where they lie and do not come up. 0: never. Empty: for none.
 
         Returns:
             One lease for each query, over the leading run that is there.
         """
-        leases, attached = self._acquire(queries)
+        leases, attached = self._acquire(queries, extents_min)
         if not isinstance(attached.arena, RemoteArena):
             return leases
         here: list[Lease] = []
@@ -260,7 +268,9 @@ class EngineCalls:
         nothing, no_epochs = offsets_array(b""), epochs_array(b"")
         return [dataclasses.replace(lease, offsets=nothing, epochs=no_epochs) for lease in leases]
 
-    def _acquire(self, queries: Sequence[tuple[int, Sequence[bytes]]]) -> tuple[list[Lease], Attached]:
+    def _acquire(
+        self, queries: Sequence[tuple[int, Sequence[bytes]]], extents_min: Sequence[int] = ()
+    ) -> tuple[list[Lease], Attached]:
         """As acquire, with offsets in the pool in any case."""
         reply, attached = self._connection.ask(
             lambda at: (
@@ -268,12 +278,15 @@ class EngineCalls:
                 engine_pb2.AcquireRequest(
                     session=at.session,
                     namespace=digest_of(at),
-                    queries=[engine_pb2.Query(group=group, keys=keys) for group, keys in queries],
+                    queries=[
+                        engine_pb2.Query(group=group, keys=keys, extents_min=least)
+                        for (group, keys), least in zip(queries, extents_min or [0] * len(queries), strict=True)
+                    ],
                     request_id=self._connection.next_request_id(),
                 ),
             )
         )
-        return [_lease(reply.generation, grant) for grant in reply.grants], attached
+        return [_lease(reply.generation, grant, reply.paths) for grant in reply.grants], attached
 
     def claim(self, keys: Sequence[bytes], *, kv_group: int = 0) -> Lease:
         """As acquire for one run, and exclusive, as drop_select: each block is in the claim of one caller at most. What
@@ -313,8 +326,7 @@ class EngineCalls:
         )
         try:
             yield {
-                keys[extent.key]: DiskExtent(reply.paths[extent.path], extent.offset, extent.size_bytes, extent.check)
-                for extent in reply.extents
+                keys[extent.key]: _extent(extent, reply.paths) for extent in reply.extents
             }
         finally:
             if reply.lease:
@@ -336,7 +348,8 @@ class EngineCalls:
         if isinstance(attached.arena, RemoteArena):
             for lease in leases:
                 attached.arena.discard(lease.offsets, lease.epochs)
-        ids = [lease.id for lease in leases if lease.id and lease.generation == attached.generation]
+        ours = [lease for lease in leases if lease.generation == attached.generation]
+        ids = [number for lease in ours for number in (lease.id, lease.extents_id) if number]
         if not ids:
             return 0
         if wait:
@@ -405,7 +418,7 @@ def digest_of(attached: Attached, expected: Namespace | None = None) -> bytes:
     return attached.digest
 
 
-def _lease(generation: bytes, grant: engine_pb2.Grant) -> Lease:
+def _lease(generation: bytes, grant: engine_pb2.Grant, paths: Sequence[str] = ()) -> Lease:
     return Lease(
         grant.lease,
         generation,
@@ -413,7 +426,13 @@ def _lease(generation: bytes, grant: engine_pb2.Grant) -> Lease:
         epochs_array(grant.epochs),
         grant.pending,
         grant.pending_from,
+        tuple(_extent(extent, paths) for extent in grant.extents),
+        grant.extents_lease,
     )
+
+
+def _extent(extent: engine_pb2.Extent, paths: Sequence[str]) -> DiskExtent:
+    return DiskExtent(paths[extent.path], extent.offset, extent.size_bytes, extent.check)
 
 
 def _packed_epochs(epochs: Epochs | None) -> bytes:

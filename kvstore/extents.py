@@ -7,8 +7,9 @@ has ended, whatever becomes of the blocks. The reader compares the checksum; a p
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, cast
 
 from kvstore.directory import Keyspace
 from kvstore.leases import ExtentLease, LeaseTable, Session
@@ -53,6 +54,23 @@ class Extents:
                 tier.let_go(held)
             return 0, [None] * len(keys)
         return self._sessions.grant_extents(session, taken, request_id).id, places
+
+    async def lease_run(
+        self, session: Session, keyspace: Keyspace, keys: Sequence[bytes], request_id: int, least: int
+    ) -> tuple[int, list[Held]]:
+        """As lease, for a leading run, where that is all that could come up and `least` blocks or more.
+
+        Returns:
+            The lease (0: nothing is held), and where each block of the run lies.
+        """
+        number, places = await self.lease(session, keyspace, keys, request_id)
+        run = list(itertools.takewhile(lambda held: held is not None, places))
+        rest = keys[len(run) : len(run) + 1]
+        if number and (len(run) < least or (rest and await self._transfers.available(keyspace, rest))):
+            self.release(session, [number])
+            return 0, []
+        # While that was asked, the session may have ended or given the request up, and the lease with it.
+        return (number, cast("list[Held]", run)) if number in session.extents else (0, [])
 
     def release(self, session: Session, lease_ids: Sequence[int]) -> int:
         """Gives leases back; ids that are none are skipped. Returns how many there were."""

@@ -34,7 +34,7 @@ from kvstore.extents import Extents
 from kvstore.leases import Lease, LeaseTable, Reservation, Session
 from kvstore.namespaces import Namespaces
 from kvstore.pool import Pool, Reserved, Shortfall
-from kvstore.tier import Tier
+from kvstore.tier import Held, Tier
 from kvstore.transfers import Transfers, WritePolicy
 
 #: How soon a select that found no room for a promotion tries again.
@@ -138,19 +138,28 @@ class Hierarchy:
         request_id: int,
         *,
         from_peer: bool = False,
-    ) -> tuple[Lease | None, int]:
-        """As acquire, and brings up what follows from the tiers below (for a peer, from this daemon's own).
+        extents_min: int = 0,
+    ) -> tuple[Lease | None, int, int, list[Held]]:
+        """As acquire, and brings up what follows from the tiers below (for a peer, from this daemon's own). With
+        `extents_min`, so many blocks or more that are on a disk are leased there instead.
 
         Returns:
-            The lease, and how many further keys are on their way: ask again for those.
+            The lease, and how many further keys are on their way: ask again for those. Then the lease on the disk (0:
+            there is none), and where the keys lie that follow the first lease's.
         """
         lease = self._pin(session, keyspace, keys, request_id)
         ready = len(lease.blocks) if lease is not None else 0
+        if 0 < extents_min <= len(keys) - ready and self.transfers.tiers and not self.draining:
+            number, places = await self.extents.lease_run(session, keyspace, keys[ready:], request_id, extents_min)
+            if number:
+                self.counts.misses["absent"] += len(keys) - ready - len(places)
+                self.counts.hits["extents"] += len(places)
+                return lease, 0, number, places
         pending = await self._promote(session, keyspace, keys, ready, from_peer=from_peer)
         # What is on its way is neither hit nor miss yet. Counted only now: a counter that falls again is taken for that
         # of another life.
         self.counts.misses["absent"] += len(keys) - ready - pending
-        return lease, pending
+        return lease, pending, 0, []
 
     def coming_from(self, keyspace: Keyspace, keys: Sequence[bytes]) -> str:
         """Name of the slowest tier that keys are on their way up from; empty where none is, or has no room so far."""

@@ -11,7 +11,7 @@ import functools
 import hmac
 import time
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from typing import Any, Final
 
 import numpy as np
@@ -25,6 +25,7 @@ from kvstore.listing import list_blocks
 from kvstore.log import RateLimited, get_logger
 from kvstore.pool import Shortfall
 from kvstore.prefetch import prefetch
+from kvstore.tier import Held
 from kvstore.wire.convert import ERROR_KEY, TOKEN_KEY, status_of, unpack_epochs, unpack_offsets
 from kvstore.wire.frames import METHODS
 from kvstore.wire.v1 import admin_pb2, admin_pb2_grpc, engine_pb2, engine_pb2_grpc
@@ -149,6 +150,7 @@ class EngineService(_Servicer, engine_pb2_grpc.EngineServicer):
         *,
         generation: bytes,
         block_size: int,
+        gds: str,
         handoff_path: str,
         keys_max: int,
         sessions_max: int,
@@ -159,6 +161,7 @@ class EngineService(_Servicer, engine_pb2_grpc.EngineServicer):
         self._hierarchy = hierarchy
         self._data_address = data_address
         self._generation = generation
+        self._gds = gds
         self._block_size = block_size
         self._handoff_path = handoff_path
         self._keys_max = keys_max
@@ -197,6 +200,7 @@ class EngineService(_Servicer, engine_pb2_grpc.EngineServicer):
                     populated_bytes=told,
                     data_address=self._data_address(),
                     data_secret=session.data_secret,
+                    gds=self._gds,
                 )
             )
             while not session.ended:
@@ -268,22 +272,38 @@ class EngineService(_Servicer, engine_pb2_grpc.EngineServicer):
         self._check_wanted(session, request.request_id)
         # Every group is looked up before the first pin is taken, so that a bad query leaves nothing held.
         keyspaces = [hierarchy.namespaces.keyspace(request.namespace, query.group) for query in request.queries]
+        paths: dict[str, int] = {}
         return engine_pb2.AcquireReply(
             generation=self._generation + session.group.id,
             grants=[
-                await self._acquire(session, keyspace, list(query.keys), request)
+                await self._acquire(session, keyspace, query, request, paths)
                 for keyspace, query in zip(keyspaces, request.queries, strict=True)
             ],
+            paths=list(paths),
         )
 
     async def _acquire(
-        self, session: Session, keyspace: Keyspace, keys: list[bytes], request: engine_pb2.AcquireRequest
+        self,
+        session: Session,
+        keyspace: Keyspace,
+        query: engine_pb2.Query,
+        request: engine_pb2.AcquireRequest,
+        paths: dict[str, int],
     ) -> engine_pb2.Grant:
         hierarchy = self._hierarchy
-        lease, pending = await hierarchy.acquire_or_promote(
-            session, keyspace, keys, request.request_id, from_peer=request.from_peer
+        keys = list(query.keys)
+        lease, pending, number, places = await hierarchy.acquire_or_promote(
+            session,
+            keyspace,
+            keys,
+            request.request_id,
+            from_peer=request.from_peer,
+            extents_min=query.extents_min if session.mapped else 0,
         )
         grant = self._granted(lease, pending)
+        if number:
+            grant.extents_lease = number
+            grant.extents.extend(_extents(enumerate(places, grant.ready), paths))
         if pending:
             grant.pending_from = hierarchy.coming_from(keyspace, keys[grant.ready : grant.ready + pending])
         return grant
@@ -324,19 +344,10 @@ class EngineService(_Servicer, engine_pb2_grpc.EngineServicer):
         if not session.mapped:
             raise InvalidRequest("files can be read by clients on this host only, which have the pool's mapping")
         lease, places = await self._hierarchy.extents.lease(session, keyspace, list(request.keys), request.request_id)
-        paths = {held.path: 0 for held in places if held is not None}
-        numbers = {path: number for number, path in enumerate(paths)}
+        paths: dict[str, int] = {}
+        extents = _extents(enumerate(places), paths)
         return engine_pb2.LeaseExtentsReply(
-            generation=self._generation + session.group.id,
-            lease=lease,
-            paths=list(paths),
-            extents=[
-                engine_pb2.Extent(
-                    key=index, path=numbers[held.path], offset=held.offset, size_bytes=held.size_bytes, check=held.check
-                )
-                for index, held in enumerate(places)
-                if held is not None
-            ],
+            generation=self._generation + session.group.id, lease=lease, paths=list(paths), extents=extents
         )
 
     @_method
@@ -433,6 +444,21 @@ class EngineService(_Servicer, engine_pb2_grpc.EngineServicer):
             offsets=offsets.tobytes(),
             epochs=epochs.tobytes(),
         )
+
+
+def _extents(places: Iterable[tuple[int, Held | None]], paths: dict[str, int]) -> list[engine_pb2.Extent]:
+    """Places as they travel, with the indices of their keys; `paths` learns the number of each file."""
+    return [
+        engine_pb2.Extent(
+            key=index,
+            path=paths.setdefault(held.path, len(paths)),
+            offset=held.offset,
+            size_bytes=held.size_bytes,
+            check=held.check,
+        )
+        for index, held in places
+        if held is not None
+    ]
 
 
 class AdminService(_Servicer, admin_pb2_grpc.AdminServicer):

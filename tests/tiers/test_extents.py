@@ -178,6 +178,29 @@ def test_a_client_reads_blocks_from_the_disk_by_itself(daemon: Daemon) -> None:
         assert held_blocks(daemon) == 0
 
 
+def test_a_lease_may_be_on_the_disk_in_part(daemon: Daemon) -> None:
+    with kvstore.connect(daemon.endpoint, namespace=NAMESPACE) as client:
+        filled(daemon, client)
+    daemon.stop(signal.SIGTERM)
+    daemon.start()
+    until(lambda: daemon.blocks_on_disk() == len(NAMES), "the index is read")
+    with kvstore.connect(daemon.endpoint, namespace=NAMESPACE) as client:
+        with client.select(NAMES[:2], timeout_s=60) as found:
+            assert len(found) == 2  # these are in the pool now
+        (lease,) = client.acquire([(0, [*NAMES, b"nowhere"])], extents_min=[10])
+        assert (len(lease.offsets), len(lease.extents), lease.pending) == (2, 10, 0) and held_blocks(daemon) >= 10
+        buffer = memoryview(bytearray(BLOCK))
+        for name, extent in zip(NAMES[2:], lease.extents, strict=True):
+            extent.read_into(buffer)
+            assert buffer == make_block(name, BLOCK)
+        assert client.release([lease]) == 2 and held_blocks(daemon) == 0
+        assert client.lookup(NAMES) == len(NAMES) and daemon.stats()["hits"]["extents"] == 10
+        # Too few for it: they come up.
+        (lease,) = client.acquire([(0, NAMES)], extents_min=[11])
+        assert len(lease.offsets) == 2 and not lease.extents and lease.pending
+        client.release([lease])
+
+
 def test_leases_end_with_the_session_that_holds_them(daemon: Daemon) -> None:
     with kvstore.connect(daemon.endpoint, namespace=NAMESPACE) as client:
         filled(daemon, client)

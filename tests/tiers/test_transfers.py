@@ -93,7 +93,7 @@ class Bench:
             self.hierarchy.pool.remove(block, "evicted")
 
     def ask(self, *keys: bytes) -> tuple[Lease | None, int]:
-        return self.run(self.hierarchy.acquire_or_promote(self.session, self.keyspace, keys, 0))
+        return self.run(self.hierarchy.acquire_or_promote(self.session, self.keyspace, keys, 0))[:2]
 
     def check_lease(self, lease: Lease | None, *keys: bytes) -> None:
         assert lease is not None and [block.key for block in lease.blocks] == list(keys)

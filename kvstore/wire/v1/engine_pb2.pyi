@@ -58,7 +58,7 @@ class AttachEvent(_message.Message):
     def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., population: _Optional[_Union[Population, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("session", "generation", "pool_bytes", "handoff_path", "block_size", "keys_max", "populated_bytes", "data_address", "data_secret")
+    __slots__ = ("session", "generation", "pool_bytes", "handoff_path", "block_size", "keys_max", "populated_bytes", "data_address", "data_secret", "gds")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     POOL_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -68,6 +68,7 @@ class Welcome(_message.Message):
     POPULATED_BYTES_FIELD_NUMBER: _ClassVar[int]
     DATA_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     DATA_SECRET_FIELD_NUMBER: _ClassVar[int]
+    GDS_FIELD_NUMBER: _ClassVar[int]
     session: bytes
     generation: bytes
     pool_bytes: int
@@ -77,7 +78,8 @@ class Welcome(_message.Message):
     populated_bytes: int
     data_address: str
     data_secret: bytes
-    def __init__(self, session: _Optional[bytes] = ..., generation: _Optional[bytes] = ..., pool_bytes: _Optional[int] = ..., handoff_path: _Optional[str] = ..., block_size: _Optional[int] = ..., keys_max: _Optional[int] = ..., populated_bytes: _Optional[int] = ..., data_address: _Optional[str] = ..., data_secret: _Optional[bytes] = ...) -> None: ...
+    gds: str
+    def __init__(self, session: _Optional[bytes] = ..., generation: _Optional[bytes] = ..., pool_bytes: _Optional[int] = ..., handoff_path: _Optional[str] = ..., block_size: _Optional[int] = ..., keys_max: _Optional[int] = ..., populated_bytes: _Optional[int] = ..., data_address: _Optional[str] = ..., data_secret: _Optional[bytes] = ..., gds: _Optional[str] = ...) -> None: ...
 
 class Population(_message.Message):
     __slots__ = ("populated_bytes",)
@@ -146,12 +148,14 @@ class StatReply(_message.Message):
     def __init__(self, present: _Optional[bytes] = ..., block_bytes: _Optional[int] = ...) -> None: ...
 
 class Query(_message.Message):
-    __slots__ = ("group", "keys")
+    __slots__ = ("group", "keys", "extents_min")
     GROUP_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
+    EXTENTS_MIN_FIELD_NUMBER: _ClassVar[int]
     group: int
     keys: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, group: _Optional[int] = ..., keys: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    extents_min: int
+    def __init__(self, group: _Optional[int] = ..., keys: _Optional[_Iterable[bytes]] = ..., extents_min: _Optional[int] = ...) -> None: ...
 
 class AcquireRequest(_message.Message):
     __slots__ = ("session", "namespace", "queries", "request_id", "from_peer")
@@ -168,28 +172,34 @@ class AcquireRequest(_message.Message):
     def __init__(self, session: _Optional[bytes] = ..., namespace: _Optional[bytes] = ..., queries: _Optional[_Iterable[_Union[Query, _Mapping]]] = ..., request_id: _Optional[int] = ..., from_peer: _Optional[bool] = ...) -> None: ...
 
 class Grant(_message.Message):
-    __slots__ = ("lease", "ready", "pending", "offsets", "epochs", "pending_from")
+    __slots__ = ("lease", "ready", "pending", "offsets", "epochs", "pending_from", "extents_lease", "extents")
     LEASE_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
     PENDING_FIELD_NUMBER: _ClassVar[int]
     OFFSETS_FIELD_NUMBER: _ClassVar[int]
     EPOCHS_FIELD_NUMBER: _ClassVar[int]
     PENDING_FROM_FIELD_NUMBER: _ClassVar[int]
+    EXTENTS_LEASE_FIELD_NUMBER: _ClassVar[int]
+    EXTENTS_FIELD_NUMBER: _ClassVar[int]
     lease: int
     ready: int
     pending: int
     offsets: bytes
     epochs: bytes
     pending_from: str
-    def __init__(self, lease: _Optional[int] = ..., ready: _Optional[int] = ..., pending: _Optional[int] = ..., offsets: _Optional[bytes] = ..., epochs: _Optional[bytes] = ..., pending_from: _Optional[str] = ...) -> None: ...
+    extents_lease: int
+    extents: _containers.RepeatedCompositeFieldContainer[Extent]
+    def __init__(self, lease: _Optional[int] = ..., ready: _Optional[int] = ..., pending: _Optional[int] = ..., offsets: _Optional[bytes] = ..., epochs: _Optional[bytes] = ..., pending_from: _Optional[str] = ..., extents_lease: _Optional[int] = ..., extents: _Optional[_Iterable[_Union[Extent, _Mapping]]] = ...) -> None: ...
 
 class AcquireReply(_message.Message):
-    __slots__ = ("generation", "grants")
+    __slots__ = ("generation", "grants", "paths")
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     GRANTS_FIELD_NUMBER: _ClassVar[int]
+    PATHS_FIELD_NUMBER: _ClassVar[int]
     generation: bytes
     grants: _containers.RepeatedCompositeFieldContainer[Grant]
-    def __init__(self, generation: _Optional[bytes] = ..., grants: _Optional[_Iterable[_Union[Grant, _Mapping]]] = ...) -> None: ...
+    paths: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, generation: _Optional[bytes] = ..., grants: _Optional[_Iterable[_Union[Grant, _Mapping]]] = ..., paths: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class SelectRequest(_message.Message):
     __slots__ = ("session", "namespace", "query", "drop", "wait_ms", "request_id")
