@@ -23,7 +23,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -156,9 +156,9 @@ class SilentClient(FakeClient):
         super().__init__(daemon)
         self.answer = threading.Event()
 
-    def acquire(self, queries: Any) -> list[FakeLease]:
+    def acquire(self, queries: Any, *, extents_min: Sequence[int] = ()) -> list[FakeLease]:
         self.answer.wait(60)
-        return super().acquire(queries)
+        return super().acquire(queries, extents_min=extents_min)
 
 
 def measure_waiting(report: Report, for_s: float) -> None:

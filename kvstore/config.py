@@ -156,9 +156,9 @@ class Settings(pydantic.BaseModel):
         "choice",
         "auto",
         metavar="auto|on|off",
-        help="Whether workers on a GPU read blocks on disk straight into its memory (GPUDirect Storage), past the pool; "
-        "engines may say otherwise for themselves. auto: where the driver has nvidia-fs and it is the faster way. on: "
-        "also through host memory of the engine, where there is no nvidia-fs.",
+        help="Whether engines read blocks on disk straight into a GPU's memory (GPUDirect Storage), past the pool. "
+        "auto: where the driver has nvidia-fs and it is the faster way. on: also through host memory of the engine, "
+        "where there is no nvidia-fs. An engine's kvstore.gds goes before this.",
     )
     redis_url: str | None = _field(
         "url",

@@ -325,9 +325,7 @@ class EngineCalls:
             )
         )
         try:
-            yield {
-                keys[extent.key]: _extent(extent, reply.paths) for extent in reply.extents
-            }
+            yield {keys[extent.key]: _extent(extent, reply.paths) for extent in reply.extents}
         finally:
             if reply.lease:
                 with contextlib.suppress(RetryLater):  # its session has gone, and the lease with it

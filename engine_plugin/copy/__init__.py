@@ -7,6 +7,10 @@
     registration    makes the pool known to the GPU, in the background
     paths           which way a batch goes, from measurements           (no torch)
     runs            array arithmetic on fragments                       (no torch)
+    reads           loads past the pool: files into KV memory           (no torch)
+    gds             how those are read on a GPU: kvikio
+    stage           the buffer there that they are checked in
+    xxh3            their checksum, on the GPU
     kernels         the Triton kernel
     cudart          the CUDA runtime calls that torch does not offer
 

@@ -18,6 +18,8 @@ from typing import Final, Protocol
 
 import numpy as np
 
+from kvstore.direct import DiskExtent
+
 #: Pauses before asking again: this at first, then an eighth of what has been waited so far, so that few calls are made
 #: and little time is lost by them.
 PAUSE_MIN_S: Final = 0.002
@@ -35,6 +37,7 @@ class Grant(Protocol):
     epochs: np.ndarray
     pending: int
     pending_from: str
+    extents: tuple[DiskExtent, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -71,6 +74,7 @@ class Query:
         silence_s: How long the daemon may be silent while blocks are on their way.
         drop: Claim what is there, so that no other engine gets it.
         wait: Wait for blocks that are on their way up from disk.
+        direct: Blocks on the disk may be read past the pool.
         coming: Blocks are on their way; written by the link.
         expected: What another engine has promised of it.
         runs: Lengths of the runs that the hashes consist of; empty: they are one.
@@ -86,6 +90,7 @@ class Query:
     silence_s: float = 0.5
     drop: bool = False
     wait: bool = True
+    direct: bool = True
     coming: bool = False
     wanted: bool = True
     expected: Expected = NOTHING_EXPECTED
@@ -105,6 +110,7 @@ class Pins:
     Attributes:
         claimed: By a claim: no other engine has it, and the blocks may be removed when it is given back.
         places: Which of the query's keys they belong to, ascending; None: to the leading ones.
+        extents: Where the blocks lie on the disk that follow those of `offsets`. Only where `places` is None.
     """
 
     generation: bytes
@@ -113,20 +119,25 @@ class Pins:
     leases: tuple[Grant, ...]
     claimed: bool = False
     places: np.ndarray | None = None
+    extents: tuple[DiskExtent, ...] = ()
+
+    def __len__(self) -> int:
+        """Number of blocks."""
+        return len(self.offsets) + len(self.extents)
 
     @property
     def leading(self) -> int:
         """Length of the leading run of the query's keys that is pinned."""
-        count = len(self.offsets)
+        count = len(self)
         return count if self.places is None else int((self.places == np.arange(count)).sum())
 
     @classmethod
     def of(cls, lease: Grant, claimed: bool = False) -> Pins | None:
         """None where the lease holds nothing."""
-        if not len(lease.offsets):
+        if not len(lease.offsets) and not lease.extents:
             return None
         leases, places = getattr(lease, "leases", (lease,)), getattr(lease, "places", None)
-        return cls(lease.generation, lease.offsets, lease.epochs, leases, claimed, places)
+        return cls(lease.generation, lease.offsets, lease.epochs, leases, claimed, places, lease.extents)
 
 
 @dataclasses.dataclass(slots=True)
@@ -157,7 +168,7 @@ class Reply:
         """Answer to a query that pins."""
         if pins is None:
             return cls(query, problem=problem, late=late, why_late=why_late)
-        return cls(query, pins, len(pins.offsets), pins.generation, problem, late, why_late)
+        return cls(query, pins, len(pins), pins.generation, problem, late, why_late)
 
 
 class Coming:

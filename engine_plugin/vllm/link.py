@@ -87,6 +87,7 @@ class DaemonLink:
         stock_max: Most empty slots held in reserve.
         coming_s: Longest time that a query waits for blocks that are being brought up from disk.
         policy: Says how long they are worth waiting for, and learns how long they take; None: as long as that.
+        extents_min: Gives how many blocks on the disk are worth reading past the pool; 0: none are.
         threaded: False: there is no thread, and `turn` is called by a test.
     """
 
@@ -97,12 +98,14 @@ class DaemonLink:
         stock_max: int,
         coming_s: float = 5.0,
         policy: LoadPolicy | None = None,
+        extents_min: Callable[[], int] = lambda: 0,
         now: Callable[[], float] = time.monotonic,
         threaded: bool = True,
     ) -> None:
         self._client = client
         self._coming_s = coming_s
         self._policy = policy
+        self._extents_min = extents_min
         self._now = now
         self._lock = threading.Lock()
         self._wake = threading.Condition(self._lock)
@@ -314,7 +317,8 @@ class DaemonLink:
         self._answer([Reply(query, problem="expired") for query in queries if query.wanted and query.deadline <= now])
         replies = []
         pinned = [query for query in wanted if query.pin]
-        answers = self._acquire(pinned, [query.hashes for query in pinned])
+        least = self._extents_min() if any(map(_may_be_direct, pinned)) else 0
+        answers = self._acquire(pinned, [query.hashes for query in pinned], least)
         for query, (lease, problem) in zip(pinned, answers, strict=True):
             pins = Pins.of(lease) if lease is not None else None
             expected = lease is not None and query.expected.still(pins.leading if pins is not None else 0, self._now())
@@ -402,13 +406,16 @@ class DaemonLink:
         self._answer_with_slots(replies)
         return unneeded
 
-    def _acquire(self, queries: list[Query], hashes: list[Sequence[bytes]]) -> list[tuple[Grant | None, str]]:
+    def _acquire(
+        self, queries: list[Query], hashes: list[Sequence[bytes]], extents_min: int = 0
+    ) -> list[tuple[Grant | None, str]]:
         """Acquires in as few calls as their size allows: a lease or a problem for each query."""
         answers: list[tuple[Grant | None, str]] = []
         while len(answers) < len(queries):
             first = len(answers)
             asked: list[tuple[int, Sequence[bytes]]] = []
             parts: list[int] = []  # of each query in this call: how many runs
+            least: list[int] = []  # of each run, see Client.acquire
             keys = 0
             for query, wanted in zip(queries[first:], hashes[first:], strict=True):
                 keys += len(wanted)
@@ -416,8 +423,9 @@ class DaemonLink:
                     break
                 runs = split(wanted, query.runs) if query.runs else [wanted]
                 asked += [(query.kv_group, run) for run in runs]
+                least += [extents_min if _may_be_direct(query) else 0] * len(runs)
                 parts.append(len(runs))
-            leases, problem = self._calls.call("acquire", self._client.acquire, asked)
+            leases, problem = self._calls.call("acquire", self._client.acquire, asked, extents_min=least)
             if problem:
                 answers += [(None, problem)] * len(parts)
                 continue
@@ -507,3 +515,8 @@ class DaemonLink:
         slots = Slots(reservation.generation, reservation.offsets, reservation.epochs)
         self._stock.fill(count, slots, populating=reservation.shortfall == "populating")
         self._calls.count("shortfall", str(reservation.shortfall), count - len(slots))
+
+
+def _may_be_direct(query: Query) -> bool:
+    """Whether what a query finds on the disk may be read past the pool: only where it is all that there is to ask."""
+    return query.direct and query.wait and not query.drop and not query.runs and query.expected is NOTHING_EXPECTED

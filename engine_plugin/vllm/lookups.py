@@ -28,6 +28,7 @@ import numpy as np
 from engine_plugin.vllm.announced import Announced
 from engine_plugin.vllm.coming import NOTHING_EXPECTED, Expected, Pins, Query, Reply
 from engine_plugin.vllm.link import DaemonLink
+from engine_plugin.vllm.plan import LoadPlan
 from engine_plugin.vllm.rates import LoadPolicy
 from engine_plugin.vllm.runs import by_group, group_of, hash_of, runs_of
 from engine_plugin.vllm.worth import Block, Worth
@@ -75,6 +76,7 @@ class _Request:
     asked_step: int = 0
     loading_since: float = 0.0
     loading: int = 0  # bytes
+    loading_direct: int = 0  # those of them that are read past the pool
     unwanted: bool = False  # its load is of no use to anybody: it failed, or the request has ended
 
 
@@ -84,15 +86,6 @@ _WINDOWS: Final = "\0windows"
 def _windows_of(req_id: str) -> str:
     """What is asked of a request's windows is a request of its own, which ends with it."""
     return req_id + _WINDOWS
-
-
-@dataclasses.dataclass(slots=True)
-class LoadPlan:
-    """Where the keys of a load lie, in their order."""
-
-    generation: bytes
-    offsets: np.ndarray
-    epochs: np.ndarray
 
 
 class Lookups:
@@ -158,6 +151,8 @@ class Lookups:
         self._gathering: list[str] = []
         self._holders: set[str] = set()  # requests that have asked or hold pins, and whose load has not begun
         self._distrusted: OrderedDict[bytes, tuple[bytes, int, int]] = OrderedDict()
+        #: Keys whose blocks could not be read past the pool: the daemon reads them, and finds out what is wrong.
+        self._not_direct: OrderedDict[bytes, None] = OrderedDict()
         self._replies_taken = False
         self._early: dict[Query, tuple[Reply, int]] = {}  # answers that wait for workers, and since which step
         self._steps = 0
@@ -313,6 +308,7 @@ class Lookups:
                 expected=self._expect(req_id, prefix) if prefix else NOTHING_EXPECTED,
                 drop=self._drops,
                 wait=req_id.removesuffix(_WINDOWS) not in self._only_pool,
+                direct=not (self._not_direct and any(key in self._not_direct for key in keys)),
                 runs=runs_of(keys, self._windowed) if self._windowed is not None else (),
                 tokens=tokens,
                 whole=whole,
@@ -394,9 +390,10 @@ class Lookups:
             self._on_present(here, reply.generation)
             self._announced.there(here, self._apart(req_id.removesuffix(_WINDOWS)))
         if self._windowed is None and reply.available + reply.late + reply.taken < len(keys):
+            for key in keys[reply.available :] if self._not_direct else ():
+                self._not_direct.pop(key, None)  # what will be there under this key is another copy
             self._on_absent(keys[reply.available :])
             self._announced.gone(keys[reply.available :])
-        slow = 0
         if pins is not None and pins.generation != self._ready_generation():
             # The workers have mapped another pool, or none: they could not load this.
             self._link.release([pins])
@@ -405,10 +402,12 @@ class Lookups:
         found = {key: number for number, key in enumerate(here)} if pins is not None else {}
         if pins is not None and self._distrusted:
             found = self._trusted(found, pins)
+        kept = self._without_slow_reads(req_id, found, pins)
+        slow, found = len(found) - len(kept), kept
         if self._is_slow(req_id, request.keys, found):
-            slow = len(found)
+            slow, found = slow + len(found), {}
+        if slow:
             self.counts["misses", "slow"] += slow
-            found = {}
         ready = len(found)
         if not ready:
             self._holders.discard(req_id)
@@ -425,6 +424,15 @@ class Lookups:
         if (reply.late or query.coming) and query.expected is NOTHING_EXPECTED:
             self.counts["decisions", "wait" if query.coming else "compute_below"] += 1
 
+    def _without_slow_reads(self, req_id: str, found: dict[bytes, int], pins: Pins | None) -> dict[bytes, int]:
+        """What was found, without what would have to be read past the pool if that is slower than computing it."""
+        if pins is None or not pins.extents or self._policy is None:
+            return found
+        here = {key: number for key, number in found.items() if number < len(pins.offsets)}
+        below = [key for key in found if key not in here]
+        tokens = self._worth.tokens(req_id, below, below)
+        return found if self._policy.direct_pays(self._worth.size_bytes(below), tokens) else here
+
     def _refuse(self, req_id: str, request: _Request, reason: str) -> None:
         self._holders.discard(req_id)
         self.counts["misses", reason] += len(request.keys)
@@ -439,7 +447,7 @@ class Lookups:
         """
         trusted: dict[bytes, int] = {}
         for key, number in found.items():
-            bad = self._distrusted.get(key)
+            bad = self._distrusted.get(key) if number < len(pins.offsets) else None
             if bad is not None and bad == (pins.generation, int(pins.offsets[number]), int(pins.epochs[number])):
                 self.counts["misses", "distrusted"] += 1
                 if pins.places is None:
@@ -469,7 +477,9 @@ class Lookups:
         request.phase = _Phase.LOADING
         request.loading_since, request.loading = self._now(), self._worth.size_bytes(keys)
         self._holders.discard(req_id)
-        return LoadPlan(pins.generation, offsets[numbers], epochs[numbers])
+        plan = LoadPlan.of(pins.generation, offsets, epochs, pins.extents, numbers)
+        request.loading_direct = self._worth.size_bytes(plan.direct(keys))
+        return plan
 
     def load_done(self, req_id: str, copy_s: float | None = None) -> None:
         """The workers are through with a load, well or badly: gives its pins back, or the blocks away that were claimed
@@ -482,7 +492,12 @@ class Lookups:
         if request is None or request.phase is not _Phase.LOADING:
             return
         if not request.unwanted and copy_s is not None and self._policy is not None:
-            self._policy.note_load(request.loading, copy_s, self._now() - request.loading_since)
+            if request.loading_direct:
+                self._policy.note_direct(request.loading_direct, copy_s)
+            else:
+                self._policy.note_load(request.loading, copy_s, self._now() - request.loading_since)
+        for key in request.found if self._not_direct and not request.unwanted else ():
+            self._not_direct.pop(key, None)  # the daemon has read it, and found nothing wrong
         remove = self._drops and not request.unwanted
         if remove:
             self._announced.gone(request.keys)
@@ -501,10 +516,20 @@ class Lookups:
             if pins is None:
                 continue
             for key, number in part.found.items():
+                if number >= len(pins.offsets):
+                    self._not_direct[key] = None
+                if request.loading_direct:
+                    continue  # asked for again they all come from the pool: whether that part was bad is seen then
                 self._distrusted[key] = (pins.generation, int(pins.offsets[number]), int(pins.epochs[number]))
                 self._distrusted.move_to_end(key)
-        while len(self._distrusted) > DISTRUSTED_MAX:
-            self._distrusted.popitem(last=False)
+        for kept in (self._distrusted, self._not_direct):
+            while len(kept) > DISTRUSTED_MAX:
+                kept.popitem(last=False)
+
+    def is_direct(self, req_id: str) -> bool:
+        """Whether a load under way, or its end, is of blocks that are read past the pool."""
+        request = self._requests.get(req_id)
+        return request is not None and request.loading_direct > 0
 
     # -- ends ----------------------------------------------------------------------------------------------------------
 
@@ -528,6 +553,7 @@ class Lookups:
         self._gathering.clear()
         self._asides.clear()
         self._distrusted.clear()
+        self._not_direct.clear()
         self._announced.all_gone()
 
     def _drop(self, req_id: str, request: _Request, *, remove: bool = False) -> None:

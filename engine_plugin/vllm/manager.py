@@ -33,6 +33,7 @@ from engine_plugin.vllm.adapters import Adapters
 from engine_plugin.vllm.announced import Announced, Rounds
 from engine_plugin.vllm.callers import engine_queue
 from engine_plugin.vllm.coming import NOTHING_EXPECTED, Expected
+from engine_plugin.vllm.direct import DirectLoads
 from engine_plugin.vllm.guard import guarded, limited_log, note_failure, nothing
 from engine_plugin.vllm.layout import SINGLE, SlotFormat
 from engine_plugin.vllm.link import DaemonLink
@@ -77,6 +78,7 @@ class KVStoreManager(OffloadingManager):
         announced: What KV events tell.
         drop: Blocks are claimed when they are found, and removed when they are loaded.
         policy: Says what is faster to load than to compute; None: everything is.
+        direct: Says which blocks on the disk are read past the pool; None: none.
         offers: Says which of the blocks that are not there are to be stored.
         acks: Hears from workers between steps; owned and closed by this manager.
     """
@@ -96,6 +98,7 @@ class KVStoreManager(OffloadingManager):
         announced: Announced | None = None,
         drop: bool = False,
         policy: LoadPolicy | None = None,
+        direct: DirectLoads | None = None,
         offers: Offers | None = None,
         acks: Acks | None = None,
     ) -> None:
@@ -133,6 +136,7 @@ class KVStoreManager(OffloadingManager):
             end_of=self._end_of,
         )
         self._policy = policy
+        self._direct = direct
         self._steps = Steps(policy.note_step if policy is not None else nothing, time.monotonic)
         self._copies_s: dict[str, float] = {}  # of loads whose completion is about to be told
         self._load_nothing: set[str] = set()
@@ -207,7 +211,14 @@ class KVStoreManager(OffloadingManager):
             limited_log("load", logging.ERROR, "kvstore: a load was asked for blocks that are not pinned; it will fail")
             return no_slots(req_context.req_id)
         self._note_offered(list(keys), req_context, len(keys))
-        return SlotSpec(plan.generation, plan.offsets, plan.epochs, req_id=req_context.req_id, format=self._format)
+        return SlotSpec(
+            plan.generation,
+            plan.offsets,
+            plan.epochs,
+            req_id=req_context.req_id,
+            format=self._format,
+            extents=plan.extents,
+        )
 
     @guarded(nothing)
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
@@ -355,8 +366,13 @@ class KVStoreManager(OffloadingManager):
         self._stores.report(report.stores_done, report.stores_failed, report.stores_lost)
         for req_id, seconds in report.loads_done.items():
             self._copies_s[req_id] = max(seconds, self._copies_s.get(req_id, 0.0))
-        for reason in report.loads_failed.values():
+        for req_id, reason in report.loads_failed.items():
             self._counts["load_failures", reason] += 1
+            if self._direct is not None and self._lookups.is_direct(req_id):
+                self._direct.failed(reason)
+        for rank, (mode, state) in report.gds.items():
+            if self._direct is not None:
+                self._direct.report(rank, mode, state)
         for hook, count in report.hook_errors.items():
             self._counts["hook_errors", hook] += count
         for path, size in report.copied_bytes.items():
@@ -407,9 +423,13 @@ class KVStoreManager(OffloadingManager):
         if self._policy is not None:
             counts += self._policy.counts
             self._policy.counts.clear()
+        if self._direct is not None:
+            counts += self._direct.counts
+            self._direct.counts.clear()
         for taken in (self._counts, self._lookups.counts, self._stores.counts, self._pd.counts, self.hook_errors):
             taken.clear()
-        return metrics.stats_of(counts, self._link.attached, sum(self._registered.values()))
+        gds = self._direct is not None and self._direct.on
+        return metrics.stats_of(counts, self._link.attached, sum(self._registered.values()), gds)
 
     @guarded(list)
     def late_stores(self) -> list[int]:

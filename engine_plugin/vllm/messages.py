@@ -11,6 +11,7 @@ from vllm.v1.kv_offload.base import LoadStoreSpec
 
 from engine_plugin.vllm.acks import AckAddress
 from engine_plugin.vllm.layout import SlotFormat
+from kvstore.direct import DiskExtent
 
 
 @dataclasses.dataclass(slots=True)
@@ -25,6 +26,7 @@ class SlotSpec(LoadStoreSpec):
         req_id: Request that a load belongs to; empty for a store.
         format: How the scheduler divides a slot. A worker that divides it otherwise must not touch it.
         acks: Where the worker says that its copy of a store is over; None: in its report only.
+        extents: For each key its place on the disk, which is leased, or None: it is in the slot. Empty: all are.
     """
 
     generation: bytes
@@ -34,6 +36,7 @@ class SlotSpec(LoadStoreSpec):
     req_id: str = ""
     format: SlotFormat | None = None
     acks: AckAddress | None = None
+    extents: tuple[DiskExtent | None, ...] = ()
 
 
 def no_slots(req_id: str = "") -> SlotSpec:
@@ -55,6 +58,7 @@ class WorkerReport:
         hook_errors: Hook -> exceptions swallowed.
         copied_bytes: Way of a copy -> bytes moved.
         registered: Rank -> bytes of the pool that are registered with its GPU, and what failed (empty: nothing).
+        gds: Rank -> what was asked for (auto, on, off), and how it reads files past the pool, or why it does not.
     """
 
     attached: dict[int, bytes] = dataclasses.field(default_factory=dict)
@@ -66,6 +70,7 @@ class WorkerReport:
     hook_errors: dict[str, int] = dataclasses.field(default_factory=dict)
     copied_bytes: dict[str, int] = dataclasses.field(default_factory=dict)
     registered: dict[int, tuple[int, str]] = dataclasses.field(default_factory=dict)
+    gds: dict[int, tuple[str, str]] = dataclasses.field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return any(getattr(self, field.name) for field in dataclasses.fields(self))
@@ -85,6 +90,7 @@ class WorkerReport:
         for path, size in other.copied_bytes.items():
             self.copied_bytes[path] = self.copied_bytes.get(path, 0) + size
         self.registered.update(other.registered)
+        self.gds.update(other.gds)
 
 
 @dataclasses.dataclass

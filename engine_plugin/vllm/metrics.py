@@ -29,6 +29,8 @@ HOOK_ERRORS: Final = "vllm:kvstore_hook_errors"
 COPIED: Final = "vllm:kvstore_copied_bytes"
 REGISTERED: Final = "vllm:kvstore_registered_bytes"
 REGISTER_FAILURES: Final = "vllm:kvstore_register_failures"
+GDS: Final = "vllm:kvstore_gds"
+GDS_FALLBACKS: Final = "vllm:kvstore_gds_fallbacks"
 
 #: Kind of a count in the plugin -> metric. Kinds without a metric are for debugging.
 _METRIC_OF: Final[Mapping[str, str]] = {
@@ -45,6 +47,7 @@ _METRIC_OF: Final[Mapping[str, str]] = {
     "hook_errors": HOOK_ERRORS,
     "copied": COPIED,
     "register_failures": REGISTER_FAILURES,
+    "gds_fallbacks": GDS_FALLBACKS,
 }
 
 
@@ -92,21 +95,33 @@ def definitions() -> dict[str, OffloadingMetricMetadata]:
         ),
         COPIED: OffloadingCounterMetadata(
             "Bytes copied between KV memory and the pool, by way. cpu: KV memory on the host. staged, batch, kernel: "
-            "on a GPU. pageable: memory of the pool that is not registered with the GPU, several times slower.",
+            "on a GPU. pageable: memory of the pool that is not registered with the GPU, several times slower. gds, "
+            "gds_compat: blocks on disk, read past the pool (the latter through host memory of the engine).",
             ("path",),
         ),
         REGISTERED: OffloadingGaugeMetadata("Bytes of the pool that are registered with the GPU, over all ranks."),
         REGISTER_FAILURES: OffloadingCounterMetadata(
             "Pools that could not be registered with the GPU as a whole; the engine's log says why."
         ),
+        GDS: OffloadingGaugeMetadata("1 while blocks on disk may be read past the pool (kvstore.gds), 0 while not."),
+        GDS_FALLBACKS: OffloadingCounterMetadata(
+            "Why blocks on disk come up through the pool, though kvstore.gds is not off. Once at the start: no_kvikio, "
+            "no_gpu, no_nvidia_fs (auto only), several_ranks (auto only), block_size (no multiple of 4096), no_memory "
+            "(on the GPU), error. Then for each load that failed, after which the others go through the pool for 30 s: "
+            "as load failures.",
+            ("reason",),
+        ),
     }
 
 
-def stats_of(counts: Counter[tuple[str, str]], attached: bool, registered_bytes: int = 0) -> OffloadingConnectorStats:
+def stats_of(
+    counts: Counter[tuple[str, str]], attached: bool, registered_bytes: int = 0, gds: bool = False
+) -> OffloadingConnectorStats:
     """Counts since the last call as vLLM's stats."""
     stats = OffloadingConnectorStats()
     stats.set_gauge(ATTACHED, int(attached))
     stats.set_gauge(REGISTERED, registered_bytes)
+    stats.set_gauge(GDS, int(gds))
     for (kind, label), amount in counts.items():
         metric = _METRIC_OF.get(kind)
         if metric is not None and amount:

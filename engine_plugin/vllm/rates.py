@@ -60,6 +60,7 @@ class LoadPolicy:
         self._token = Rate()
         self._copy = Rate()  # a byte from the pool into the engine's memory
         self._extra = Rate()  # what a load takes beyond its copy: the engine's steps before and after
+        self._direct = Rate()  # a byte from the disk into the engine's memory, past the pool
         self._tiers: dict[str, Rate] = {}
         self.counts: Counter[tuple[str, str]] = Counter()  # scheduler thread
 
@@ -77,6 +78,10 @@ class LoadPolicy:
         now = self._now()
         self._copy.note(size_bytes, copy_s, now)
         self._extra.note(1, whole_s - copy_s, now)
+
+    def note_direct(self, size_bytes: int, copy_s: float) -> None:
+        """A load with so many bytes from the disk past the pool, which are what takes the time."""
+        self._direct.note(size_bytes, copy_s, self._now())
 
     def note_coming(self, tier: str, blocks: int, seconds: float) -> None:
         """So many blocks have come up from a tier below the pool, in so much time; 0: none has."""
@@ -101,6 +106,26 @@ class LoadPolicy:
         )
         self.counts["decisions", "compute" if slow else "load"] += 1
         return not slow
+
+    def direct_pays(self, size_bytes: int, tokens: float) -> bool:
+        """Whether the KV of so many tokens, which is on the disk, is read past the pool sooner than it is computed."""
+        direct_s = self._direct.s
+        known = self._auto and direct_s is not None and self._fresh(self._direct)
+        slow = known and size_bytes * (direct_s or 0.0) > self.compute_s(tokens)
+        if slow:
+            self.counts["decisions", "compute_below"] += 1
+        return not slow
+
+    def direct_is_faster(self) -> bool:
+        """Whether blocks on the disk are in the engine's memory sooner past the pool than through it. What was not
+        measured lately is tried, past the pool first.
+        """
+        disk = self._tiers.get("disk")
+        if self._direct.s is None or not self._fresh(self._direct):
+            return True
+        if disk is None or disk.s is None or not self._fresh(disk):
+            return False
+        return self._block_bytes * self._direct.s <= disk.s + self._block_bytes * (self._copy.s or 0.0)
 
     def wait_s(self, tier: str, blocks: int, tokens: float) -> float:
         """How long to wait at most for so many blocks from a tier below the pool; 0: what is computed without them is

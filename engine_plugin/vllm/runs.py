@@ -19,6 +19,7 @@ from typing import Final
 import numpy as np
 
 from engine_plugin.vllm.coming import Grant
+from kvstore.direct import DiskExtent
 
 GROUP_BYTES: Final = 4
 _FIRST_GROUP: Final = bytes(GROUP_BYTES)
@@ -69,6 +70,7 @@ class Gathered:
     Attributes:
         places: Which of the query's keys the offsets belong to, ascending.
         leases: One for each run that something is held of.
+        extents: None: nothing is asked for in this way where there are several runs.
     """
 
     generation: bytes
@@ -78,6 +80,7 @@ class Gathered:
     pending_from: str
     places: np.ndarray
     leases: tuple[Grant, ...]
+    extents: tuple[DiskExtent, ...] = ()
 
 
 def gather(leases: Sequence[Grant], runs: Sequence[int]) -> Gathered:

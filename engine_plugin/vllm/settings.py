@@ -71,6 +71,7 @@ class PluginSettings:
         tls_ca, tls_cert, tls_key: PEM files for a HOST:PORT that speaks TLS; without tls_ca there is no TLS.
         copy_threads: Threads that copy between KV memory on the host and the pool; 0: a quarter of the cores, max. 4.
         copy_engine: Which way bytes go between a GPU and the pool, one of engine_plugin.copy.paths.CHOICES.
+        gds: Whether blocks on disk are read straight into GPU memory: "auto", "on" or "off"; None: as the daemon says.
     """
 
     share_bytes: int = 0
@@ -94,6 +95,7 @@ class PluginSettings:
     tls_key: str | None = None
     copy_threads: int = 0
     copy_engine: str = "auto"
+    gds: str | None = None
 
     @property
     def tls(self) -> Tls | None:
@@ -107,7 +109,7 @@ class PluginSettings:
 
 _NATIVE_FIELDS: Final = ("share_bytes", "store_threshold", "max_tracker_size")
 #: What a text may be, where not everything goes.
-_CHOICES: Final = {"load_policy": ("auto", "always")}
+_CHOICES: Final = {"load_policy": ("auto", "always"), "gds": ("auto", "on", "off")}
 OWN_KEYS: Final = tuple(field.name for field in dataclasses.fields(PluginSettings) if field.name not in _NATIVE_FIELDS)
 
 

@@ -18,11 +18,13 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 
 import kvstore
 from engine_plugin.copy.contract import CopyEngine
+from engine_plugin.copy.reads import DirectReads
 from engine_plugin.vllm import metrics
 from engine_plugin.vllm.acks import Acks
 from engine_plugin.vllm.announced import Announced
 from engine_plugin.vllm.autostart import ensure_daemon
 from engine_plugin.vllm.callers import locals_of_caller
+from engine_plugin.vllm.direct import DirectLoads, Opening
 from engine_plugin.vllm.layout import SINGLE, layout_of
 from engine_plugin.vllm.link import DaemonLink
 from engine_plugin.vllm.manager import KVStoreManager
@@ -101,11 +103,14 @@ class KVStoreSpec(OffloadingSpec):
             self._ensure_daemon()
             assert self.namespace.block_size is not None
             policy = LoadPolicy(self.namespace.block_bytes, time.monotonic, auto=self._settings.load_policy == "auto")
+            # With several groups each key may be a run of its own, and nothing is leased on the disk.
+            direct = DirectLoads(self.config.parallel.world_size, self.namespace.block_bytes, policy, time.monotonic)
             link = DaemonLink(
                 self._connect("scheduler", self.namespace),
                 stock_max=self._stock_max(),
                 coming_s=self._settings.pending_deadline_s,
                 policy=policy,
+                extents_min=direct.extents_min,
             )
             self._manager = KVStoreManager(
                 link,
@@ -120,6 +125,7 @@ class KVStoreSpec(OffloadingSpec):
                 announced=Announced(on=self.kv_events_config.enable_kv_cache_events),
                 drop=self._settings.drop_on_load,
                 policy=policy,
+                direct=direct,
                 offers=Offers(self._settings.store_threshold, self._settings.max_tracker_size),
                 # Beside other connectors a step may find that what was copied came from a load that failed.
                 acks=Acks(link.commit) if self._facts.stores and not self._facts.nested else None,
@@ -137,8 +143,17 @@ class KVStoreSpec(OffloadingSpec):
                 client=self._connect(f"worker {rank}", None),
                 engine=self._copy_engine(layout.device),
                 rank=rank,
+                direct=Opening(
+                    self._settings.gds, lambda compat: self._open_reads(layout.device, layout.format.slot_bytes, compat)
+                ),
             )
         return self._worker
+
+    def _open_reads(self, device: str, block_bytes: int, compat: bool) -> DirectReads:
+        """Reads from the disk into KV memory on this device. On a thread of its own."""
+        from engine_plugin.copy.gds import open_reads  # which takes a second to import
+
+        return open_reads(device, block_bytes, compat=compat)
 
     def _copy_engine(self, device: str) -> CopyEngine:
         """For KV memory on this device. Imported here: each needs what the other's machines may not have."""

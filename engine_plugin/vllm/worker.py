@@ -11,7 +11,7 @@ import logging
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from vllm.v1.kv_offload.base import (
@@ -22,13 +22,18 @@ from vllm.v1.kv_offload.base import (
 )
 
 from engine_plugin.copy.contract import Copy, CopyEngine, Fragments
+from engine_plugin.copy.reads import DirectRead
 from engine_plugin.vllm.acks import AckSender
+from engine_plugin.vllm.direct import Opening
 from engine_plugin.vllm.far import FarCopies, FarCopy
 from engine_plugin.vllm.guard import guarded, limited_log, nothing
 from engine_plugin.vllm.layout import RankLayout, copies_of, pieces_of
 from engine_plugin.vllm.messages import SlotSpec, WorkerReport, no_slots
-from kvstore.errors import RetryLater, StaleGeneration
+from kvstore.errors import Damage, RetryLater, StaleGeneration
 from kvstore.remote import RemoteArena
+
+#: Stands for the places of blocks that are not in the pool, which no pool reaches.
+_BEYOND: Final = np.uint64(1 << 62)
 
 
 @dataclasses.dataclass(slots=True)
@@ -78,6 +83,7 @@ class KVStoreWorker(OffloadingWorker):
     Args:
         client: This process's session with the daemon; owned and closed here.
         engine: Moves the bytes; owned and closed here.
+        direct: Reads blocks on the disk past the pool, where it can; likewise.
     """
 
     def __init__(
@@ -87,20 +93,24 @@ class KVStoreWorker(OffloadingWorker):
         client: Any,
         engine: CopyEngine,
         rank: int,
+        direct: Opening,
     ) -> None:
         self._layout = layout
         self._client = client
         self._engine = engine
         self._far = FarCopies(engine)
+        self._direct = direct
         self._rank = rank
         self._under_way: dict[int, list[Copy]] = {}
         self._far_under_way: dict[int, FarCopy] = {}
+        self._direct_under_way: dict[int, DirectRead] = {}
         self._finished: deque[_Outcome] = deque()
         self._tickets: dict[int, int] = {}  # of stores that were begun and are not reported, by job
         self._given_up: set[int] = set()  # tickets that the scheduler counts as lost
         self._acks = AckSender()
         self._last_attached: bytes | None = None
         self._moved: Counter[str] = Counter()
+        self._read_direct = 0
         self._last_registered = (0, "")
         self._report = WorkerReport()
         self._failed_loads: set[str] = set()
@@ -136,6 +146,7 @@ class KVStoreWorker(OffloadingWorker):
             self._under_way.pop(outcome.job_id, None)
             self._tickets.pop(outcome.job_id, None)
             self._far_under_way.pop(outcome.job_id, None)
+            self._direct_under_way.pop(outcome.job_id, None)
             self._note(outcome)
             size, seconds = (None, None) if outcome.problem else (outcome.size_bytes, outcome.time_s)
             results.append(TransferResult(outcome.job_id, True, size, seconds))
@@ -145,15 +156,22 @@ class KVStoreWorker(OffloadingWorker):
     def wait(self, job_ids: set[int]) -> None:
         self._engine.wait([copy for job_id in job_ids for copy in self._under_way.get(job_id, ())])
         self._far.wait([self._far_under_way[job_id] for job_id in job_ids if job_id in self._far_under_way])
+        self._wait_direct([self._direct_under_way[job_id] for job_id in job_ids if job_id in self._direct_under_way])
 
     @guarded(nothing)
     def finish(self) -> None:
         """Returns once no copy touches KV memory any more."""
         self._engine.wait([copy for copies in self._under_way.values() for copy in copies])
         self._far.wait(list(self._far_under_way.values()))
+        self._wait_direct(list(self._direct_under_way.values()))
+
+    def _wait_direct(self, jobs: list[DirectRead]) -> None:
+        if jobs:
+            self._direct.reads.wait(jobs)
 
     @guarded(nothing)
     def shutdown(self) -> None:
+        self._direct.close()
         self._far.close()
         self._engine.close()
         self._acks.close()
@@ -187,6 +205,7 @@ class KVStoreWorker(OffloadingWorker):
         self._report.hook_errors.update(self.hook_errors)
         self.hook_errors.clear()
         self._report_copies()
+        self._report_direct()
         report, self._report = self._report, WorkerReport()
         return report
 
@@ -200,6 +219,17 @@ class KVStoreWorker(OffloadingWorker):
         if registered != self._last_registered:
             self._last_registered = registered
             self._report.registered[self._rank] = registered
+
+    def _report_direct(self) -> None:
+        """Whether blocks on the disk can be read past the pool, and what was read so since the last call."""
+        # On another host there is nothing to read.
+        news = self._direct.settle(self._client.gds) if not isinstance(self._client.arena, RemoteArena) else None
+        if news is not None:
+            self._report.gds[self._rank] = news
+        reads = self._direct.reads
+        if reads is not None and reads.read_bytes != self._read_direct:
+            before, self._read_direct = self._read_direct, reads.read_bytes
+            self._report.copied_bytes[reads.how] = self._read_direct - before
 
     # -- copies --------------------------------------------------------------------------------------------------------
 
@@ -228,15 +258,22 @@ class KVStoreWorker(OffloadingWorker):
         if not len(spec.offsets) and not len(kv_spec.block_ids):
             self._finished.append(_Outcome(job_id, spec, is_load, "", 0, 0.0))
             return ""
+        if spec.extents and self._direct.reads is None:
+            return "no_gds"
         is_far = isinstance(arena, RemoteArena)
 
         def over(seconds: float, error: BaseException | None) -> None:
             problem = "error"  # whatever happens here, the job is over: its request would wait for ever
             try:
-                if isinstance(error, RetryLater):
+                if isinstance(error, Damage):
+                    problem = "damaged"
+                    limited_log("damage", logging.WARNING, "kvstore: %s", error)
+                elif isinstance(error, RetryLater):
                     problem = "epoch" if isinstance(error, StaleGeneration) else "transfer"
                 elif error is not None:
                     limited_log("copy", logging.ERROR, "kvstore: a copy failed: %r", error)
+                elif spec.extents and self._client.arena is not arena:
+                    problem = "generation"  # the lease went with the daemon
                 else:
                     # From another host the bytes came checked.
                     problem = "epoch" if is_load and not is_far and not self._still_pinned(arena, spec) else ""
@@ -252,7 +289,7 @@ class KVStoreWorker(OffloadingWorker):
             kv_spec.block_ids,
             list(kv_spec.group_sizes),
             list(kv_spec.block_indices),
-            spec.offsets.astype(np.uint64, copy=False),
+            self._slots_of(spec),
         )
         if isinstance(arena, RemoteArena):
             kv, pool, size = copies_of(self._layout, *job, is_load=is_load)
@@ -271,11 +308,15 @@ class KVStoreWorker(OffloadingWorker):
         copies = self._under_way[job_id] = []
         problem: BaseException | None = None
         try:
-            for piece in pieces_of(self._layout, *job) if is_load else [job]:
+            for piece in pieces_of(self._layout, *job) if is_load and not spec.extents else [job]:
                 kv, pool, size = copies_of(self._layout, *piece, is_load=is_load)
                 if not len(size):
                     continue
                 size_bytes += int(size.sum())
+                if spec.extents:
+                    kv, pool, size = self._begin_direct(job_id, spec, (kv, pool, size), together)
+                    if not len(size):
+                        continue
                 pool = pool + np.uint64(arena.address)
                 fragments = Fragments(*(np.ascontiguousarray(array, np.uint64) for array in (kv, pool, size)))
                 together.one_more()
@@ -285,16 +326,48 @@ class KVStoreWorker(OffloadingWorker):
                     together.over(0.0, error)  # nothing was begun
                     raise
         except Exception as error:
-            if not copies:
+            if not copies and job_id not in self._direct_under_way:
                 raise
             problem = error  # what was begun still writes: the job ends with it
         together.over(0.0, problem)
         return ""
 
     @staticmethod
+    def _slots_of(spec: SlotSpec) -> np.ndarray:
+        """Where the blocks of a job begin: in the pool, and for those on the disk one after the other beyond it."""
+        slots = spec.offsets.astype(np.uint64, copy=False)
+        if spec.extents:
+            assert spec.format is not None
+            beyond = np.array([extent is not None for extent in spec.extents], bool)
+            slots = slots.copy()
+            slots[beyond] = _BEYOND + np.arange(beyond.sum(), dtype=np.uint64) * np.uint64(spec.format.slot_bytes)
+        return slots
+
+    def _begin_direct(
+        self, job_id: int, spec: SlotSpec, fragments: tuple[np.ndarray, np.ndarray, np.ndarray], together: _Together
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Begins the part of a load that is read past the pool. Returns the fragments of the rest."""
+        kv, pool, size = fragments
+        on_disk = pool >= _BEYOND
+        extents = [extent for extent in spec.extents if extent is not None]
+        together.one_more()
+        try:
+            self._direct_under_way[job_id] = self._direct.reads.begin(
+                extents, Fragments(kv[on_disk], pool[on_disk] - _BEYOND, size[on_disk]), together.over
+            )
+        except BaseException as error:
+            together.over(0.0, error)  # nothing was begun
+            raise
+        return kv[~on_disk], pool[~on_disk], size[~on_disk]
+
+    @staticmethod
     def _still_pinned(arena: Any, spec: SlotSpec) -> bool:
         """After the copy: whether the slots were the pinned ones all along."""
-        return np.array_equal(arena.epochs_of(spec.offsets), spec.epochs)
+        offsets, epochs = spec.offsets, spec.epochs
+        if spec.extents:
+            pinned = [extent is None for extent in spec.extents]
+            offsets, epochs = offsets[pinned], epochs[pinned]
+        return np.array_equal(arena.epochs_of(offsets), epochs)
 
     def _note(self, outcome: _Outcome) -> None:
         spec = outcome.spec

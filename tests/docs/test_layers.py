@@ -206,6 +206,7 @@ LAYERS: dict[str, set[str]] = {
         "kvstore.listing",
         "kvstore.pool",
         "kvstore.prefetch",
+        "kvstore.tier",
         "kvstore.wire",
     },
     "kvstore.cli": {
@@ -240,6 +241,7 @@ LAYERS: dict[str, set[str]] = {
         "kvstore.blocks",
         "kvstore.client",
         "kvstore.congestion",
+        "kvstore.direct",
         "kvstore.endpoint",
         "kvstore.errors",
         "kvstore.remote",

@@ -117,6 +117,7 @@ def test_every_setting_can_be_given_in_all_three_ways(tmp_path: Path) -> None:
         "disk_bytes": 10**9,
         "disk_write_policy": "back",
         "disk_keep_promoted": True,
+        "gds": "on",
         "redis_url": "redis://:secret@127.0.0.1:6379/0",
         "redis_bytes": 10**9,
         "redis_ttl_s": 3600,

@@ -15,8 +15,9 @@ import numpy as np
 from engine_plugin.vllm.acks import Acks
 from engine_plugin.vllm.coming import NOTHING_EXPECTED, Expected
 from engine_plugin.vllm.link import DaemonLink
-from engine_plugin.vllm.lookups import LoadPlan, Lookups, Verdict
+from engine_plugin.vllm.lookups import Lookups, Verdict
 from engine_plugin.vllm.offers import Offers
+from engine_plugin.vllm.plan import LoadPlan
 from engine_plugin.vllm.rates import LoadPolicy
 from engine_plugin.vllm.runs import hash_of
 from engine_plugin.vllm.stores import ASK_S, KnownKeys, Store, Stores

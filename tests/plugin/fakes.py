@@ -8,9 +8,12 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 import numpy as np
+import xxhash
 
+from kvstore.direct import DiskExtent
 from kvstore.errors import DaemonUnavailable, DeadlineExceeded, StaleGeneration
 
 SLOT_BYTES = 64
@@ -24,6 +27,7 @@ class FakeLease:
     epochs: np.ndarray
     pending: int = 0
     pending_from: str = ""
+    extents: tuple[DiskExtent, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +63,9 @@ class FakeDaemon:
     coming: Slots that are being filled from there, by key.
     coming_max: Most of them at a time.
     dropped: Keys that were removed by who had claimed them.
+    leased: Keys that are leased on the disk, by lease.
+    gds: What is told to clients.
+    folder: Where blocks on the disk lie in files, if any client shall read them there.
     """
 
     _generations = itertools.count(1)
@@ -70,6 +77,8 @@ class FakeDaemon:
         self.dropped: list[bytes] = []
         self.up = False
         self.silent = False
+        self.gds = "off"
+        self.folder: Path | None = None
         self.start()
 
     def start(self) -> None:
@@ -80,6 +89,7 @@ class FakeDaemon:
         self.blocks: dict[bytes, int] = {}
         self.coming: dict[bytes, int] = {}
         self.leases: dict[int, list[int]] = {}
+        self.leased: dict[int, list[bytes]] = {}
         self.gone: set[int] = set()  # removed, and still pinned by somebody
         self.claims: dict[int, list[bytes]] = {}
         self.calls: list[str] = []
@@ -111,6 +121,13 @@ class FakeDaemon:
     def copy_down(self, key: bytes) -> None:
         """Copies a block to disk."""
         self.disk[key] = self.arena.memory[self.blocks[key]].copy()
+        if self.folder is not None:
+            (self.folder / key.hex()).write_bytes(self.disk[key].tobytes())
+
+    def extent_of(self, key: bytes) -> DiskExtent:
+        """Where a block lies on the disk."""
+        path = (self.folder or Path("nowhere")) / key.hex()
+        return DiskExtent(str(path), 0, SLOT_BYTES, xxhash.xxh3_64_intdigest(self.disk[key].tobytes()))
 
     def promote(self, keys: Sequence[bytes]) -> int:
         """Begins to bring keys up. Returns how many of them, from the first on, are on their way or there."""
@@ -159,6 +176,10 @@ class FakeClient:
     @property
     def attached(self) -> bool:
         return self.arena is not None and self.daemon.up and not self.closed
+
+    @property
+    def gds(self) -> str | None:
+        return self.daemon.gds if self.attached else None
 
     @property
     def generation(self) -> bytes | None:
@@ -237,23 +258,34 @@ class FakeClient:
             daemon._to_free(slot)
         return len(slots)
 
-    def acquire(self, queries: Sequence[tuple[int, Sequence[bytes]]]) -> list[FakeLease]:
+    def acquire(
+        self, queries: Sequence[tuple[int, Sequence[bytes]]], *, extents_min: Sequence[int] = ()
+    ) -> list[FakeLease]:
         daemon = self._call("acquire")
         leases = []
-        for _group, keys in queries:
+        for (_group, keys), least in zip(queries, extents_min or [0] * len(queries), strict=True):
             run = list(itertools.takewhile(lambda key: key in daemon.blocks, keys))
             slots = np.array([daemon.blocks[key] for key in run], np.int64)
             lease_id = next(daemon._lease_ids) if run else 0
             if run:
                 daemon.leases[lease_id] = slots.tolist()
+            below = list(itertools.takewhile(lambda key: key in daemon.disk, keys[len(run) :]))
+            if 0 < least <= len(below):
+                lease_id = lease_id or next(daemon._lease_ids)
+                daemon.leases.setdefault(lease_id, [])
+                extents = tuple(map(daemon.extent_of, below))
+                daemon.leased[lease_id] = below
+            else:
+                extents = ()
             leases.append(
                 FakeLease(
                     lease_id,
                     daemon.arena.generation,
                     (slots * SLOT_BYTES).astype(np.uint64),
                     daemon.arena.epochs[slots],
-                    daemon.promote(keys[len(run) :]),
+                    0 if extents else daemon.promote(keys[len(run) :]),
                     "disk",
+                    extents,
                 )
             )
         return leases
@@ -285,6 +317,7 @@ class FakeClient:
         released = 0
         for lease in mine:
             released += daemon.leases.pop(lease.id, None) is not None
+            daemon.leased.pop(lease.id, None)
             keys = daemon.claims.pop(lease.id, None)
             assert not remove or keys is not None or lease.id not in daemon.leases, "only claims may remove"
             for key in keys or () if remove else ():

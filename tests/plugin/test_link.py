@@ -106,10 +106,12 @@ def test_nothing_waits_for_a_call_that_hangs() -> None:
     entered = threading.Event()
 
     class Hanging(FakeClient):
-        def acquire(self, queries: Sequence[tuple[int, Sequence[bytes]]]) -> list[FakeLease]:
+        def acquire(
+            self, queries: Sequence[tuple[int, Sequence[bytes]]], *, extents_min: Sequence[int] = ()
+        ) -> list[FakeLease]:
             entered.set()
             released.wait(60)
-            return super().acquire(queries)
+            return super().acquire(queries, extents_min=extents_min)
 
     link = DaemonLink(Hanging(daemon), stock_max=8)
     link.ask([query()])
@@ -130,11 +132,13 @@ def test_a_call_that_raises_anything_does_not_end_the_thread() -> None:
     daemon = FakeDaemon(32)
 
     class Broken(FakeClient):
-        def acquire(self, queries: Sequence[tuple[int, Sequence[bytes]]]) -> list[FakeLease]:
+        def acquire(
+            self, queries: Sequence[tuple[int, Sequence[bytes]]], *, extents_min: Sequence[int] = ()
+        ) -> list[FakeLease]:
             if daemon.calls.count("broken") == 0:
                 daemon.calls.append("broken")
                 raise RuntimeError("a defect")
-            return super().acquire(queries)
+            return super().acquire(queries, extents_min=extents_min)
 
     link = DaemonLink(Broken(daemon), stock_max=8)
     link.ask([query()])

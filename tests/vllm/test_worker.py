@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import xxhash
 
 from engine_plugin.vllm.layout import DIRECT, SlotFormat, layout_of
+from kvstore.direct import DiskExtent
 from kvstore.errors import ConfigError
+from tests.plugin.host_reads import host_reads
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -38,6 +42,7 @@ class Session:
     def __init__(self) -> None:
         self.arena: Arena | None = Arena()
         self.attached = True
+        self.gds = "on"
 
     def close(self) -> None:
         self.attached = False
@@ -51,6 +56,7 @@ class Rig:
         from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
 
         from engine_plugin.copy.cpu import CpuCopyEngine
+        from engine_plugin.vllm.direct import Opening
         from engine_plugin.vllm.worker import KVStoreWorker
 
         torch.manual_seed(0)
@@ -65,6 +71,7 @@ class Rig:
             client=self.session,
             engine=CpuCopyEngine(2),
             rank=RANK,
+            direct=Opening(None, lambda _compat: host_reads(SLOT_BYTES)[0]),
         )
 
     def block(self, block_id: int) -> np.ndarray:
@@ -172,6 +179,27 @@ def test_a_load_in_pieces_ends_once_and_is_as_good_as_the_worst(rig: Rig, monkey
     assert rig.load([10, 2, 11, 7], [4, 2]).loads_failed == {"r": "error"}
     assert rig.load([10, 2, 11, 7], [4, 2]).loads_failed == {"r": "error"}  # not even the first piece was begun
     assert rig.worker.take_failed_loads() == {"r"}
+
+
+def test_a_rank_reads_its_part_of_what_is_on_the_disk(rig: Rig, tmp_path: Path) -> None:
+    rig.store([3, 5, 1, 8], [4, 2])
+    kept = [rig.block(block) for block in (3, 5, 1, 8)]
+    assert rig.session.arena is not None
+    content = rig.session.arena.memory[2].tobytes()
+    rig.session.arena.memory[2] = 0xEE
+    (tmp_path / "slab").write_bytes(bytes(4096) + content)
+    extent = DiskExtent(str(tmp_path / "slab"), 4096, SLOT_BYTES, xxhash.xxh3_64_intdigest(content))
+    while rig.worker._direct.reads is None:
+        rig.worker.take_report()
+    report = rig.load([10, 2, 11, 7], [4, 0], extents=(None, extent))
+    assert not report.loads_failed and report.copied_bytes == {"cpu": 2 * BLOCK_BYTES, "gds_compat": SLOT_BYTES}
+    assert all(np.array_equal(rig.block(block), part) for block, part in zip((10, 2, 11, 7), kept, strict=True))
+    # Either part may be what makes it fail.
+    rig.session.arena.epochs[4] += 1
+    assert rig.load([10, 2, 11, 7], [4, 0], extents=(None, extent)).loads_failed == {"r": "epoch"}
+    rig.session.arena.epochs[4] -= 1
+    (tmp_path / "slab").write_bytes(bytes(4096 + SLOT_BYTES))
+    assert rig.load([10, 2, 11, 7], [4, 0], extents=(None, extent)).loads_failed == {"r": "damaged"}
 
 
 def test_a_load_of_nothing_is_done_at_once(rig: Rig) -> None:
