@@ -333,7 +333,7 @@ class KVStoreManager(OffloadingManager):
         if not self._alive:
             self._link.set_busy(True)
         self._alive[req_context.req_id] = req_context
-        # Everything is loaded through the pool, so what is there already is served to any request that loads at all.
+        # What is in the pool already is served to any request that loads at all.
         allows = req_context.load_tier_filter.allows
         if not any(allows(Medium.STORAGE, locality) for locality in Locality):
             if allows(Medium.CPU, Locality.LOCAL):
