@@ -17,6 +17,7 @@ import contextlib
 import dataclasses
 import hmac
 import logging
+import queue
 import secrets
 import socket
 import struct
@@ -28,6 +29,8 @@ from engine_plugin.vllm.guard import limited_log
 from engine_plugin.vllm.link import Commit
 
 _SECRET_BYTES: Final = 16
+#: A scheduler that takes nothing for so long hears of the copy in the step's report.
+_SEND_S: Final = 1.0
 _MESSAGE: Final = struct.Struct(f"<{_SECRET_BYTES}sQI?")  # secret, ticket, rank, whether the copy is good
 
 
@@ -118,19 +121,29 @@ class Acks:
 
 
 class AckSender:
-    """A worker's side. Any thread; never waits and never raises."""
+    """A worker's side: any thread sends, and never waits. A thread of its own does, since the kernel queues only a few
+    datagrams for a socket (ten, as a rule), and the ranks' copies end together.
+    """
 
     def __init__(self) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        self._socket.setblocking(False)
+        self._socket.settimeout(_SEND_S)
+        self._words: queue.SimpleQueue[tuple[bytes, bytes] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="kvstore-ack", daemon=True).start()
 
     def send(self, address: AckAddress, ticket: int, rank: int, good: bool) -> None:
         """Tells the scheduler that a copy is over. Lost where it is in another network namespace or does not listen."""
-        with contextlib.suppress(OSError):
-            self._socket.sendto(_MESSAGE.pack(address.secret, ticket, rank, good), address.name)
+        self._words.put((_MESSAGE.pack(address.secret, ticket, rank, good), address.name))
 
     def close(self) -> None:
-        self._socket.close()
+        """Sends what is waiting, and no more; does not wait for that."""
+        self._words.put(None)
+
+    def _run(self) -> None:
+        with self._socket:
+            while (word := self._words.get()) is not None:
+                with contextlib.suppress(OSError):
+                    self._socket.sendto(*word)
 
 
 def _listener() -> socket.socket | None:

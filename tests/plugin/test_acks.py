@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from engine_plugin.vllm.acks import Acks, AckSender
+from engine_plugin.vllm.acks import Acks, AckSender, _Expected
 from engine_plugin.vllm.link import Commit
 from engine_plugin.vllm.stock import Slots
 
@@ -62,6 +62,17 @@ def test_who_does_not_know_the_secret_publishes_nothing(rig: Rig) -> None:
     assert len(rig.published) == 1
 
 
+def test_many_words_at_once_arrive(rig: Rig) -> None:
+    """More than the kernel queues for a socket, while nobody takes them."""
+    assert rig.acks.address is not None
+    ranks = 200
+    with rig.acks._lock:  # the socket's thread stands still
+        for rank in range(ranks):
+            rig.sender.send(rig.acks.address, 1, rank, True)
+        rig.acks._expected[1] = _Expected(set(range(ranks)), lambda: [COMMIT])
+    assert rig.told.wait(20)
+
+
 def test_what_cannot_be_sent_is_left_to_the_step(rig: Rig) -> None:
     address = rig.acks.address
     assert address is not None
@@ -69,4 +80,5 @@ def test_what_cannot_be_sent_is_left_to_the_step(rig: Rig) -> None:
     rig.acks.expect(1, [0], lambda: [COMMIT])
     rig.acks.close()
     rig.sender.send(address, 1, 0, True)
+    rig.sender.close()
     assert not rig.published
