@@ -218,7 +218,16 @@ def _counts(stats: Stats) -> Table:
     for key in ("hits", "misses", "stores", "refused", "removed", "transfers", "calls", "errors"):
         _row(table, key, ", ".join(f"{name} {value}" for name, value in stats[key].items()) or "none")
     _row(table, "bytes", ", ".join(f"{name} {decimal(value)}" for name, value in stats["bytes"].items()))
+    for tier, directions in stats["moved"].items():
+        _row(table, f"{tier} copies", ", ".join(f"{name} {_moved(figures)}" for name, figures in directions.items()))
     return table
+
+
+def _moved(figures: Mapping[str, Any]) -> str:
+    batches = figures["batches"]
+    if not batches:
+        return "nothing"
+    return f"{decimal(figures['bytes'])} in {batches} batches of {figures['seconds'] / batches * 1000:.1f} ms"
 
 
 def _rates(stats: Stats, before: Stats) -> Table | None:

@@ -33,6 +33,7 @@ def test_the_page_shows_every_part() -> None:
         "stored 62, exists 4",
         "pinned 1",
         "INVALID_ARGUMENT 1",
+        "read 25.2 MB in 2 batches of 125.0 ms, write 520.1 MB in 9 batches of 166.7 ms",
     ):
         assert part in page
     assert "rates" not in page
