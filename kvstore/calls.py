@@ -55,9 +55,10 @@ class GrpcCalls:
 
     def call(self, method: str, request: Any, timeout_s: float) -> Any:
         """See Calls."""
-        self._settle(timeout_s)
+        deadline = time.monotonic() + timeout_s
+        self._settle(deadline)
         with client_errors(self._endpoint):
-            return self._methods[method](request, timeout=timeout_s)
+            return self._methods[method](request, timeout=max(0.001, deadline - time.monotonic()))
 
     def post(self, method: str, request: Any, timeout_s: float) -> None:
         """See Calls. Does not wait for the answer; the next call does, since nothing else orders two gRPC calls."""
@@ -65,13 +66,13 @@ class GrpcCalls:
         with self._lock:
             self._posted = [*(each for each in self._posted if not each.done()), posted]
 
-    def _settle(self, timeout_s: float) -> None:
+    def _settle(self, deadline: float) -> None:
         """Waits for the answers to all that was posted, whatever they are."""
         with self._lock:
             posted = self._posted
         for each in posted:
             with contextlib.suppress(grpc.RpcError, grpc.FutureTimeoutError, grpc.FutureCancelledError):
-                each.result(timeout_s)
+                each.result(max(0.0, deadline - time.monotonic()))
         with self._lock:
             self._posted = [each for each in self._posted if not each.done()]
 
