@@ -263,7 +263,13 @@ FAMILIES: Final[tuple[Family, ...]] = (
     Family("kvstore_leases", "gauge", "Leases held.", (), _figure("leases")),
     Family("kvstore_reserved_slots", "gauge", "Empty slots held for stores to come.", (), _figure("reserved_slots")),
     Family("kvstore_waiters", "gauge", "Calls that wait for blocks to appear.", (), _figure("waiters")),
-    Family("kvstore_hits", "counter", "Blocks handed out, by the tier that had them.", ("tier",), _counts("hits")),
+    Family(
+        "kvstore_hits",
+        "counter",
+        "Blocks handed out, by the tier that had them; extents: read on disk by the engine.",
+        ("tier",),
+        _counts("hits"),
+    ),
     Family("kvstore_misses", "counter", "Blocks asked for and not handed out.", ("reason",), _counts("misses")),
     Family(
         "kvstore_stores",

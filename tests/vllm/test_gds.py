@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import functools
+import os
 import random
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -106,6 +109,20 @@ def place(monkeypatch: pytest.MonkeyPatch, model: Path, tmp_path: Path) -> Itera
     place = Place(monkeypatch, model, tmp_path)
     yield place
     place.close()
+
+
+def test_the_checksum_of_the_gpu_is_that_of_the_disk() -> None:
+    """The kernels in Triton's interpreter, which has to be chosen before Triton is imported."""
+    program = """
+import torch, xxhash
+from engine_plugin.copy.xxh3 import Digests, finish
+for size in (1024, 2048, 3072, 20480):
+    blocks = torch.randint(-(1 << 62), 1 << 62, (2, size // 8))
+    wanted = [xxhash.xxh3_64_intdigest(block.numpy().tobytes()) for block in blocks]
+    assert finish(Digests(torch.device("cpu")).queue(blocks).tolist(), size) == wanted, size
+"""
+    environ = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    subprocess.run([sys.executable, "-c", program], env=environ, check=True, timeout=120)
 
 
 def tokens(seed: int) -> list[int]:
