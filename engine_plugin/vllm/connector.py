@@ -188,6 +188,12 @@ class KVStoreConnector(OffloadingConnector):
             self._manager.give_way()
         return meta
 
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        found = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        if found[0] is None and self._manager.answered_at_once():
+            found = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        return found
+
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         if not num_external_tokens:
             self._manager.on_no_load(request.request_id)  # inside MultiConnector, another one may load instead

@@ -290,6 +290,10 @@ class Lookups:
                 self._drop(req_id, request)
         self._take_replies()
         self._replies_taken = False
+        self.ask_now()
+
+    def ask_now(self) -> bool:
+        """Ships what the step has gathered so far; the answers can be had in this step. Returns whether anything was."""
         queries = []
         for req_id in self._gathering:
             request = self._requests.get(req_id)
@@ -318,7 +322,9 @@ class Lookups:
             queries.append(request.query)
         self._gathering.clear()
         if queries:
+            self._replies_taken = False
             self._link.ask(queries)
+        return bool(queries)
 
     # -- what it is worth ----------------------------------------------------------------------------------------------
 

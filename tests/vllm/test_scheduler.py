@@ -115,6 +115,29 @@ def test_what_is_sent_to_an_engine_is_found_in_its_loop(lockstep: bool) -> None:
     assert found == [None if lockstep else engine.input_queue]
 
 
+def test_an_engine_with_one_request_loads_in_the_step_that_asks(
+    rigs: Rigs, daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = rigs()
+    computed = one.answer("stored", tokens(1))
+    one.settle()
+    one.reset(connector=False)
+
+    def answer_comes(_timeout_s: float) -> bool:
+        one.link.turn()
+        return bool(one.link._answered.is_set())
+
+    monkeypatch.setattr(one.link, "wait_answer", answer_comes)
+    one.add("alone", tokens(1))
+    one.step()
+    assert len(one.copies.queues[True]) == 1, "the load was not begun in the first step"
+    while not one.copies.end_one(True):
+        one.step()
+    assert one.answer("again", tokens(1)) == computed
+    one.settle()
+    assert one.counts["hit_blocks"] >= BLOCKS
+
+
 def test_limits_of_a_request(rigs: Rigs, daemon: FakeDaemon) -> None:
     one = rigs()
     one.answer("stored", tokens(1), params={"max_offload_tokens": 4 * BLOCK_TOKENS})
