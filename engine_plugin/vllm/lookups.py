@@ -293,7 +293,7 @@ class Lookups:
         self.ask_now()
 
     def ask_now(self) -> bool:
-        """Ships what the step has gathered so far; the answers can be had in this step. Returns whether anything was."""
+        """Ships what the step has gathered so far: the answers can be had in this step. Says whether it ships any."""
         queries = []
         for req_id in self._gathering:
             request = self._requests.get(req_id)
