@@ -71,6 +71,10 @@ class Engine:
         """Forgets the prefix cache."""
         self._llm.reset_prefix_cache()
 
+    def close(self) -> None:
+        """Ends it, before its daemon goes: that one would wait for what the engine holds."""
+        self._llm.llm_engine.engine_core.shutdown()
+
 
 def _blocks_stored(endpoint: str) -> int:
     """Blocks in the pool."""
@@ -90,7 +94,7 @@ def main(prompts: int) -> None:
         write = [sys.executable, str(Path(ROOT, "tests", "vllm", "tiny_llama.py")), model]
         subprocess.run(write, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         stack.enter_context(start_daemon(4 << 30, endpoint, "--block-size", str(_BLOCK)))
-        engine = Engine(model, endpoint)
+        engine = stack.enter_context(contextlib.closing(Engine(model, endpoint)))
 
         def ids(count: int) -> list[int]:
             return [rng.randrange(10, 1000) for _ in range(count)]
@@ -120,17 +124,17 @@ def main(prompts: int) -> None:
                 whole += 1
                 equal += loaded[:2] == hit[:2]
                 told_apart += differs > 3 * max(apart)
-            report.rows.append(
-                (
-                    str(len(prompt)),
-                    str(computed[2]),
-                    str(hit[2]),
-                    str(loaded[2]),
-                    "equal" if loaded[:2] == hit[:2] else f"{apart[0]:.1e}",
-                    f"{apart[1]:.1e}",
-                    f"{differs:.1e}",
-                )
+            row = (
+                str(len(prompt)),
+                str(computed[2]),
+                str(hit[2]),
+                str(loaded[2]),
+                "equal" if loaded[:2] == hit[:2] else f"{apart[0]:.1e}",
+                f"{apart[1]:.1e}",
+                f"{differs:.1e}",
             )
+            report.rows.append(row)
+            print(*row, flush=True)
     tried = len(report.rows)
     report.notes.append(f"{tried} prompts, of which {whole} were loaded in full; {told_apart} controls clearly differ")
     report.figures = {"tried": tried, "whole": whole, "equal": equal, "told_apart": told_apart}

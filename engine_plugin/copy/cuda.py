@@ -24,7 +24,6 @@ buffer from the pool waits for nothing.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections import Counter
 from collections.abc import Callable, Collection
 from typing import Final
@@ -35,6 +34,7 @@ import torch
 from engine_plugin.copy import kernels, paths, runs
 from engine_plugin.copy.contract import CopyEngine, CopyStats, Fragments, Pool, Then
 from engine_plugin.copy.cudart import CudaRuntime
+from engine_plugin.copy.kernels import STAGED, TO_GPU, TO_HOST, Tuning
 from engine_plugin.copy.lanes import STAGES, Job, Lane, Part, mark
 from engine_plugin.copy.registration import CHUNK_BYTES, Registration
 
@@ -55,22 +55,6 @@ _TABLES: Final = (512, *(1 << bits for bits in range(9, 17)))
 _BATCH_PART: Final = 256
 #: No program moves more than this of one fragment, so that few long fragments are spread as well.
 _PIECE_BYTES: Final = 64 << 10
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Tuning:
-    """How a kernel is launched; see kernels.move."""
-
-    programs: int
-    chunk_bytes: int
-    warps: int
-
-
-#: GPU memory to GPU memory: short, so it may be wide.
-STAGED: Final = Tuning(programs=32, chunk_bytes=32768, warps=8)
-#: Over the bus, by direction.
-TO_HOST: Final = Tuning(programs=16, chunk_bytes=16384, warps=8)
-TO_GPU: Final = Tuning(programs=16, chunk_bytes=16384, warps=8)
 
 
 class CudaCopyEngine(CopyEngine):
@@ -186,8 +170,11 @@ class CudaCopyEngine(CopyEngine):
             raise RuntimeError("no pool was given")
         with self._current():
             writing = torch.cuda.current_stream()
-            beside_compute = beside_compute or not writing.query()
-            job = Job(then, fragments.size_bytes, registration, writing)
+            # An event on an idle stream may come late all the same: streams share hardware queues, and this one's may
+            # be full of a store under way.
+            ready = None if writing.query() else mark(writing)
+            beside_compute = beside_compute or ready is not None
+            job = Job(then, fragments.size_bytes, registration, ready)
             known = registration.registered_bytes
             if known and not self._mapped:
                 address = registration.pool.address
@@ -275,7 +262,7 @@ class CudaCopyEngine(CopyEngine):
         in_stage = fragments.pool - np.uint64(start) + np.uint64(stage)
         pieces = runs.split(Fragments(fragments.kv, in_stage, fragments.size), _PIECE_BYTES)
         launch = self._launcher(lane, job, pieces, True, STAGED)
-        lane.kernels.wait_event(job.ready)
+        job.follow_caller(lane.kernels)
         lane.kernels.wait_event(lane.filled[buffer])
         launch(0, len(pieces))
         lane.emptied[buffer].record(lane.kernels)
@@ -328,7 +315,7 @@ class CudaCopyEngine(CopyEngine):
                 send(window)
                 lane.filled[buffer_of[window]].record(copies)
             launch = self._launcher(lane, job, pieces, is_load, STAGED)
-            kernel_stream.wait_event(job.ready)
+            job.follow_caller(kernel_stream)
             for window in range(count):
                 buffer = buffer_of[window]
                 kernel_stream.wait_event(lane.filled[buffer])
@@ -341,7 +328,7 @@ class CudaCopyEngine(CopyEngine):
             job.parts.append((started, mark(kernel_stream)))
             return
         launch = self._launcher(lane, job, pieces, is_load, STAGED)
-        kernel_stream.wait_event(job.ready)
+        job.follow_caller(kernel_stream)
         started = mark(kernel_stream)
         for window in range(count):
             buffer = buffer_of[window]
@@ -365,7 +352,7 @@ class CudaCopyEngine(CopyEngine):
     def _queue_kernel(self, lane: Lane, job: Job, fragments: Fragments, is_load: bool) -> None:
         pieces = runs.split(fragments, _PIECE_BYTES)
         launch = self._launcher(lane, job, pieces, is_load, TO_GPU if is_load else TO_HOST)
-        lane.kernels.wait_event(job.ready)
+        job.follow_caller(lane.kernels)
         started = mark(lane.kernels)
         launch(0, len(pieces))
         job.parts.append((started, mark(lane.kernels)))
@@ -376,7 +363,7 @@ class CudaCopyEngine(CopyEngine):
         fast = self._mapped and int((fragments.pool + fragments.size).max()) <= pool.address + known
         stream = lane.kernels if fast else lane.copies
         launch = self._launcher(lane, job, fragments, True, TO_GPU) if fast else None
-        stream.wait_event(job.ready)
+        job.follow_caller(stream)
         started = mark(stream)
         begin = 0
         for end in ends:
@@ -409,7 +396,7 @@ class CudaCopyEngine(CopyEngine):
         dst, src = (cut.kv, cut.pool) if is_load else (cut.pool, cut.kv)
 
         def run() -> Part:
-            stream.wait_event(job.ready)
+            job.follow_caller(stream)
             started = mark(stream)
             # In parts, so that the driver's locks are free in between for who launches the model's kernels.
             for begin in range(0, len(cut), _BATCH_PART):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, Final
 
 import torch
@@ -11,6 +12,22 @@ import triton.language as tl
 #: With less in flight a program would wait more than it moves.
 CHUNK_BYTES_MIN: Final = 4096
 _WORDS: Final = {16: tl.int64, 8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tuning:
+    """How the kernel is launched."""
+
+    programs: int
+    chunk_bytes: int
+    warps: int
+
+
+#: GPU memory to GPU memory: short, so it may be wide.
+STAGED: Final = Tuning(programs=32, chunk_bytes=32768, warps=8)
+#: Over the bus, by direction.
+TO_HOST: Final = Tuning(programs=16, chunk_bytes=16384, warps=8)
+TO_GPU: Final = Tuning(programs=16, chunk_bytes=16384, warps=8)
 
 
 @triton.jit(do_not_specialize=["stride", "first", "end"])

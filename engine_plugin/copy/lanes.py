@@ -50,18 +50,23 @@ class Job:
 
     __slots__ = ("error", "futures", "layers", "over", "parts", "ready", "registration", "size_bytes", "tables", "then")
 
-    def __init__(self, then: Then, size_bytes: int, registration: Registration, writing: torch.cuda.Stream) -> None:
+    def __init__(self, then: Then, size_bytes: int, registration: Registration, ready: torch.cuda.Event | None) -> None:
         self.then = then
         self.size_bytes = size_bytes
         self.registration = registration
-        #: What was on the caller's stream before is over.
-        self.ready = mark(writing)
+        #: What was on the caller's stream before is over; None: it was when the job began.
+        self.ready = ready
         self.parts: list[Part] = []
         self.futures: list[concurrent.futures.Future[Part]] = []  # parts that a thread is queueing
         self.layers: list[torch.cuda.Event] = []
         self.tables: list[Table] = []  # what the GPU reads until the job is over
         self.error: BaseException | None = None
         self.over = False
+
+    def follow_caller(self, stream: torch.cuda.Stream) -> None:
+        """Has a stream wait for what was on the caller's before."""
+        if self.ready is not None:
+            stream.wait_event(self.ready)
 
     def wait_layer(self, layer: int) -> None:
         """Makes the current stream wait for the fragments of one layer; see CudaCopyEngine.load_by_layer."""
@@ -85,8 +90,8 @@ class Job:
         """Of the slowest part, without what it waited for. All are over."""
         longest = 0.0
         for started, ended in self.parts:
-            waited = max(0.0, started.elapsed_time(self.ready))  # a load fills its buffers while it waits
-            longest = max(longest, started.elapsed_time(ended) - waited)
+            waited = started.elapsed_time(self.ready) if self.ready is not None else 0.0
+            longest = max(longest, started.elapsed_time(ended) - max(0.0, waited))  # a load fills its buffers meanwhile
         return longest / 1e3
 
     def _collect(self) -> None:
