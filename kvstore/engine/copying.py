@@ -29,7 +29,7 @@ class LayerCopy:
         self._left = [0] * layers  # pieces of each that are not copied
         self._stopped = False
 
-    def copy(self, until: int) -> None:
+    def copy(self, until: int) -> bool:
         """Copies until a layer is complete, and waits for what others copy of it.
 
         Returns:
