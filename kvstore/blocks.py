@@ -30,6 +30,10 @@ KEY_BYTES_MAX: Final = 128
 BLOCK_BYTES_MAX: Final = 1 << 40
 DIGEST_BYTES: Final = 16
 SESSION_ID_BYTES: Final = 16
+#: Of a generation, what tells the life of the pool; the rest tells that of the session's group.
+POOL_LIFE_BYTES: Final = 8
+#: Fields of a Namespace that its digest does not cover.
+_NO_IDENTITY: Final = frozenset({"block_bytes", "more_group_bytes", "copy_down"})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -57,6 +61,8 @@ class Namespace:
         salt: Cache salt, where the engine's hash does not carry it.
         tenant: Who the blocks belong to.
         extra: Anything else that tells bytes apart, as pairs.
+        copy_down: Whether blocks are copied to the tiers below the pool, and come up from there. Not part of the
+            identity: all clients of a namespace have to agree.
     """
 
     model: str
@@ -75,6 +81,7 @@ class Namespace:
     salt: str = ""
     tenant: str = ""
     extra: tuple[tuple[str, str], ...] = ()
+    copy_down: bool = True
 
     def __post_init__(self) -> None:
         if not self.model:
@@ -105,7 +112,8 @@ class Namespace:
         if self.block_size is None:
             raise InvalidRequest("Namespace.block_size is not settled")
         fields = dataclasses.asdict(self)
-        del fields["block_bytes"], fields["more_group_bytes"]
+        for name in _NO_IDENTITY:
+            del fields[name]
         return json.dumps(fields, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
 
     def digest(self) -> bytes:
@@ -126,7 +134,7 @@ def parse_identity(identity: str) -> Mapping[str, Any]:
     """
     try:
         fields = json.loads(identity)
-        known = {field.name for field in dataclasses.fields(Namespace)} - {"block_bytes", "more_group_bytes"}
+        known = {field.name for field in dataclasses.fields(Namespace)} - _NO_IDENTITY
         canonical = json.dumps(fields, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     except (ValueError, RecursionError) as error:
         raise InvalidRequest(f"namespace text is not JSON: {error}") from error

@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 from typing import Any, Final, Protocol
 
 import grpc
@@ -30,8 +31,9 @@ class Calls(Protocol):
             KVStoreError: what the daemon answered; DaemonUnavailable or DeadlineExceeded where it did not.
         """
 
-    def post(self, method: str, request: Any, timeout_s: float) -> None:
-        """Makes a call whose answer nobody needs. It takes effect before any later call through the same object.
+    def post(self, calls: Sequence[tuple[str, Any]], timeout_s: float) -> None:
+        """Makes calls, one after the other, whose answers nobody needs: pairs of a method and a request. They take
+        effect before any later call through the same object.
 
         Raises:
             DaemonUnavailable: the daemon has gone.
@@ -60,11 +62,14 @@ class GrpcCalls:
         with client_errors(self._endpoint):
             return self._methods[method](request, timeout=max(0.001, deadline - time.monotonic()))
 
-    def post(self, method: str, request: Any, timeout_s: float) -> None:
-        """See Calls. Does not wait for the answer; the next call does, since nothing else orders two gRPC calls."""
-        posted = self._methods[method].future(request, timeout=timeout_s)
-        with self._lock:
-            self._posted = [*(each for each in self._posted if not each.done()), posted]
+    def post(self, calls: Sequence[tuple[str, Any]], timeout_s: float) -> None:
+        """See Calls. Does not wait for the last answer; the next call does: nothing else orders two gRPC calls."""
+        for index, (method, request) in enumerate(calls):
+            if index:
+                self._settle(timeout_s)
+            posted = self._methods[method].future(request, timeout=timeout_s)
+            with self._lock:
+                self._posted = [*(each for each in self._posted if not each.done()), posted]
 
     def _settle(self, deadline: float) -> None:
         """Waits for the answers to all that was posted, whatever they are."""
@@ -134,9 +139,10 @@ class FramedCalls:
             raise error_in(waiting.answer.payload or b"")
         return entry.reply.FromString(waiting.answer.payload)
 
-    def post(self, method: str, request: Any, timeout_s: float) -> None:
-        """See Calls. Returns once the frame is sent, or is the next to be sent where the daemon does not read."""
-        self._posted.append(packed(METHODS[method].number, NO_ANSWER, request.SerializeToString()))
+    def post(self, calls: Sequence[tuple[str, Any]], timeout_s: float) -> None:
+        """See Calls. Returns once the frames are sent, or are the next to be sent where the daemon does not read."""
+        frames = [packed(METHODS[method].number, NO_ANSWER, request.SerializeToString()) for method, request in calls]
+        self._posted.append(b"".join(frames))
         try:
             self._send(b"", time.monotonic() + timeout_s)
         except DeadlineExceeded:

@@ -26,6 +26,7 @@ from kvstore.connection import Attached, Connection
 from kvstore.endpoint import Endpoint, default_endpoint, parse_endpoint
 from kvstore.engine_calls import EngineCalls, digest_of
 from kvstore.errors import Damage, InvalidRequest, KVStoreError, NoMapping, RetryLater
+from kvstore.following import WANTED, Changes, Wanted, changes_in
 from kvstore.found import Found
 from kvstore.insert import Inserter, Ticket
 from kvstore.remote import STAGING_BYTES, RemoteArena, RemoteOptions
@@ -332,6 +333,38 @@ class Client(EngineCalls):
         )
         return reply.changes, dict(zip(reply.keys, map(bool, reply.claimed), strict=True))
 
+    def follow(
+        self, seen: int, timeout_s: float, *, kv_group: int = 0, wanted: Wanted = "anything", kinds: bytes = b""
+    ) -> Changes:
+        """As watch, and tells only what changed since the last call, and where it is; see kvstore.following.
+
+        Args:
+            seen: `changes` of the last answer; 0: everything, at once.
+            wanted: What ends the wait: "coming" (a store, or a claim that is given back), "going", or "anything".
+            kinds: Only changes of keys that begin with one of these bytes end it; empty: of all.
+
+        Raises:
+            LimitExceeded: all keys are to be told, and one answer may not hold as many.
+        """
+        _check_timeout(timeout_s)
+        reply, attached = self._connection.ask(
+            lambda at: (
+                "Watch",
+                engine_pb2.WatchRequest(
+                    session=at.session,
+                    namespace=digest_of(at),
+                    group=kv_group,
+                    seen=seen,
+                    wait_ms=int(timeout_s * 1000),
+                    follow=True,
+                    wanted=WANTED[wanted],
+                    kinds=kinds,
+                ),
+            ),
+            wait_s=timeout_s,
+        )
+        return changes_in(reply, attached)
+
     def delete(self, keys: Sequence[bytes], *, kv_group: int = 0) -> int:
         """Removes blocks from every tier. Returns how many were there."""
         if not keys:
@@ -343,6 +376,18 @@ class Client(EngineCalls):
             )
         )
         return int(reply.removed)
+
+    def post_delete(self, keys: Sequence[bytes], *, kv_group: int = 0) -> None:
+        """As delete, and does not wait for the answer; what this client asks later comes after it.
+
+        Raises:
+            RetryLater: the daemon or the session has gone.
+        """
+        attached = self._connection.current()
+        request = engine_pb2.DeleteRequest(
+            session=attached.session, namespace=digest_of(attached), group=kv_group, keys=keys
+        )
+        self._connection.post(attached, ("Delete", request))
 
     def flush(self) -> int:
         """Removes every block of this client's namespace from every tier. Returns how many were there."""
@@ -397,7 +442,7 @@ class Client(EngineCalls):
             if remove:
                 self._connection.call("Release", request, attached)
             else:  # nothing hangs on the answer
-                self._connection.post("Release", request, attached)
+                self._connection.post(attached, ("Release", request))
 
         def later() -> None:
             # Called by whichever thread dropped the last view, perhaps inside the garbage collector: no call from here.

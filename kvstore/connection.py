@@ -198,15 +198,16 @@ class Connection:
                 self.forget(request_id, attached)
             raise
 
-    def post(self, method: str, request: Any, attached: Attached) -> None:
-        """One call within a session whose answer nobody needs; what this client asks later comes after it.
+    def post(self, attached: Attached, *calls: tuple[str, Any]) -> None:
+        """Calls within a session whose answers nobody needs: pairs of a method and a request. What this client asks
+        later comes after them.
 
         Raises:
             RetryLater: the daemon or the session has gone.
         """
         self.check_usable()
         try:
-            attached.calls.post(method, request, self.timeout_s)
+            attached.calls.post(calls, self.timeout_s)
         except ValueError:  # of gRPC, as in call()
             self.check_usable()
             raise
@@ -292,7 +293,10 @@ class Connection:
     def _open(self, calls: Calls, session: bytes, namespace: Namespace, block_size: int) -> tuple[Namespace, bytes]:
         settled = namespace.settled(block_size)
         request = engine_pb2.OpenNamespaceRequest(
-            session=session, text=settled.identity(), group_bytes=settled.group_bytes
+            session=session,
+            text=settled.identity(),
+            group_bytes=settled.group_bytes,
+            pool_only=not settled.copy_down,
         )
         return settled, calls.call("OpenNamespace", request, self.timeout_s).digest
 

@@ -22,6 +22,7 @@ from grpc_reflection.v1alpha import reflection
 import kvstore
 from kvstore.admin import AdminClient
 from kvstore.arena import Arena
+from kvstore.blocks import POOL_LIFE_BYTES
 from kvstore.clock import Clock, SystemClock
 from kvstore.config import Settings
 from kvstore.data_port import DataPort
@@ -100,7 +101,7 @@ class _Daemon:
         self._settings = settings
         self._clock = SystemClock()
         self._started = self._clock.monotonic()
-        self._generation = secrets.token_bytes(8)
+        self._generation = secrets.token_bytes(POOL_LIFE_BYTES)
         self._arena = Arena(settings.cpu_bytes, settings.hugepages)
         self._tiers = _tiers(settings, self._clock)
         self._hierarchy = Hierarchy(

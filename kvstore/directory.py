@@ -8,6 +8,7 @@ import secrets
 from typing import Any
 
 from kvstore.arena import Segment, slot_bytes_for
+from kvstore.journal import Journal
 from kvstore.policy import LruPolicy, Ticker
 from kvstore.tier import tier_key
 
@@ -26,7 +27,7 @@ class Block:
         key: As the caller spelled it.
         offset: Its slot.
         pins: How many leases hold it. A pinned block keeps its slot and its bytes.
-        below: Whether a tier below has a copy, so that the pool may let go of this one without loss.
+        below: Whether the pool may let go of it without loss: a tier below has a copy, or its namespace wants none.
         claim: Id of the drop_select lease that may take it away; 0 where there is none.
         tick: Mark of the eviction policy; 0 while the policy does not know it (pinned when its turn came).
         parent: The block before it in its chain, as far as known and while this one answers. Never a younger one.
@@ -59,7 +60,7 @@ class Block:
         self.offset = offset
         self.segment: Segment | None = None
         self.pins = 0
-        self.below = False
+        self.below = keyspace.namespace.pool_only
         self.claim = 0
         self.state = BlockState.READY
         self.tick = 0
@@ -125,6 +126,9 @@ class Keyspace:
         changes: Grows with everything that Watch reports; where it starts is random, so that the number of another life
             of the daemon is told apart.
         watcher: Future of those who wait for that, if anybody does.
+        journal: What changed, where somebody follows the changes.
+        kept: Blocks that stay in the pool until they are removed or the session ends that stored them, each with one
+            pin; and where that session counts them.
     """
 
     __slots__ = (
@@ -133,6 +137,8 @@ class Keyspace:
         "changes",
         "coming",
         "fresh",
+        "journal",
+        "kept",
         "kv_group",
         "namespace",
         "prefix",
@@ -153,6 +159,8 @@ class Keyspace:
         self.waiters: dict[bytes, list[asyncio.Future[None]]] = {}
         self.changes = secrets.randbits(62) + 1
         self.watcher: asyncio.Future[None] | None = None
+        self.journal: Journal | None = None
+        self.kept: dict[Block, dict[Block, None]] = {}
 
 
 class Promotion:
@@ -183,11 +191,15 @@ class NamespaceEntry:
     Attributes:
         identity: Its canonical text.
         fields: The same, parsed; for people.
+        pool_only: Whether its blocks are in the pool only: nothing is copied down, and no tier is asked.
+        adopted: Whether only a tier spoke of it so far, and nobody opened it.
     """
 
-    __slots__ = ("digest", "fields", "group_bytes", "identity", "keyspaces")
+    __slots__ = ("adopted", "digest", "fields", "group_bytes", "identity", "keyspaces", "pool_only")
 
     def __init__(self, digest: bytes, identity: str, fields: dict[str, Any], group_bytes: tuple[int, ...]) -> None:
+        self.pool_only = False
+        self.adopted = False
         self.digest = digest
         self.identity = identity
         self.fields = fields

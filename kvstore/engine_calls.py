@@ -195,10 +195,49 @@ class EngineCalls:
         keys: Sequence[bytes],
         kv_group: int,
         parent: bytes | None,
+        *,
+        keep: bool = False,
     ) -> npt.NDArray[np.uint8]:
-        """As commit(), with slots of the pool in any case; for this package."""
+        """As commit(), with slots of the pool in any case; for this package.
+
+        Args:
+            keep: What is stored stays in the pool until it is removed or this session has ended.
+        """
         attached = self._attached_to(generation)
-        request = engine_pb2.CommitRequest(
+        request = self._commit_request(attached, offsets, epochs, keys, kv_group, parent, keep)
+        reply = self._connection.call("Commit", request, attached)
+        return np.frombuffer(reply.outcomes, dtype=np.uint8)
+
+    def post_commits(
+        self, generation: bytes, commits: Sequence[tuple[int, Offsets, Epochs, Sequence[bytes]]], *, keep: bool = False
+    ) -> None:
+        """As commit_slots, for several groups one after the other, and does not wait for the answers: for keys that
+        nobody else stores, and slots that this session holds, so that the answers are known; unless the session has
+        ended, which the generation tells.
+
+        Args:
+            commits: The group, the slots, and their keys.
+        """
+        attached = self._attached_to(generation)
+        self._connection.post(
+            attached,
+            *(
+                ("Commit", self._commit_request(attached, offsets, epochs, keys, kv_group, None, keep))
+                for kv_group, offsets, epochs, keys in commits
+            ),
+        )
+
+    @staticmethod
+    def _commit_request(
+        attached: Attached,
+        offsets: Iterable[int] | Offsets,
+        epochs: Epochs | None,
+        keys: Sequence[bytes],
+        kv_group: int,
+        parent: bytes | None,
+        keep: bool,
+    ) -> engine_pb2.CommitRequest:
+        return engine_pb2.CommitRequest(
             session=attached.session,
             namespace=digest_of(attached),
             group=kv_group,
@@ -206,9 +245,8 @@ class EngineCalls:
             keys=keys,
             parent=parent or b"",
             epochs=_packed_epochs(epochs),
+            keep=keep,
         )
-        reply = self._connection.call("Commit", request, attached)
-        return np.frombuffer(reply.outcomes, dtype=np.uint8)
 
     def abort(self, generation: bytes, offsets: Iterable[int] | Offsets, epochs: Epochs | None = None) -> int:
         """Returns slots unfilled; those of an earlier life of the daemon went with it. Returns how many went back."""
@@ -219,6 +257,13 @@ class EngineCalls:
         if isinstance(attached.arena, RemoteArena):
             offsets, epochs = attached.arena.unstage([int(offset) for offset in offsets])
         return self._abort_slots(attached, offsets, epochs)
+
+    def abort_slots(self, generation: bytes, offsets: Offsets, epochs: Epochs) -> int:
+        """As abort(), with slots of the pool in any case; for this package."""
+        try:
+            return self._abort_slots(self._attached_to(generation), offsets, epochs)
+        except StaleGeneration:
+            return 0
 
     def _abort_slots(self, attached: Attached, offsets: Iterable[int] | Offsets, epochs: Epochs | None) -> int:
         """As abort(), with slots of the pool."""
@@ -353,7 +398,7 @@ class EngineCalls:
         if wait:
             return self._release(attached, ids, remove=remove)
         request = engine_pb2.ReleaseRequest(session=attached.session, leases=ids, remove=remove)
-        self._connection.post("Release", request, attached)
+        self._connection.post(attached, ("Release", request))
         return 0
 
     def _release(self, attached: Attached, ids: Sequence[int], *, remove: bool) -> int:

@@ -29,13 +29,14 @@ from kvstore.arrivals import Arrivals
 from kvstore.blocks import KEY_BYTES_MAX
 from kvstore.clock import Clock
 from kvstore.directory import Block, BlockState, Keyspace
-from kvstore.errors import InvalidRequest, LimitExceeded
+from kvstore.errors import InvalidRequest
 from kvstore.extents import Extents
 from kvstore.leases import Lease, LeaseTable, Reservation, Session
 from kvstore.namespaces import Namespaces
 from kvstore.pool import Pool, Reserved, Shortfall
 from kvstore.tier import Held, Tier
 from kvstore.transfers import Transfers, WritePolicy
+from kvstore.watches import Watches
 
 #: How soon a select that found no room for a promotion tries again.
 _NO_ROOM_S: Final = 0.02
@@ -86,6 +87,7 @@ class Hierarchy:
         self.sessions = LeaseTable(clock)
         self.extents = Extents(self.transfers, self.sessions)
         self.namespaces = Namespaces(tiers)
+        self.watches = Watches(self.transfers.tiers_of, lambda: self.draining)
         self.counts = Counts()
         self.draining = False
         self._progress: asyncio.Future[None] | None = None
@@ -121,7 +123,7 @@ class Hierarchy:
     async def available(self, keyspace: Keyspace, keys: Sequence[bytes]) -> int:
         """Length of the leading run that is available in any tier. Pins nothing and changes nothing."""
         ready = self.lookup(keyspace, keys)
-        if ready == len(keys) or not self.transfers.tiers:
+        if ready == len(keys) or not self.transfers.tiers_of(keyspace):
             return ready
         return ready + await self.transfers.available(keyspace, keys[ready:])
 
@@ -170,7 +172,7 @@ class Hierarchy:
         self, session: Session, keyspace: Keyspace, keys: Sequence[bytes], ready: int, *, from_peer: bool = False
     ) -> int:
         """Brings up what comes after the first `ready` keys. Returns how many of those are on their way."""
-        if ready == len(keys) or not self.transfers.tiers or self.draining:
+        if ready == len(keys) or not self.transfers.tiers_of(keyspace) or self.draining:
             return 0
         parent = keys[ready - 1] if ready else None
         return await self.transfers.promote(session.group, keyspace, keys[ready:], parent, from_peer=from_peer)
@@ -204,7 +206,7 @@ class Hierarchy:
             left = deadline - loop.time()
             if missing is None or left <= 0 or self.draining:
                 break
-            if missing not in keyspace.blocks and self.transfers.tiers:
+            if missing not in keyspace.blocks and self.transfers.tiers_of(keyspace):
                 pending = await self._promote(session, keyspace, keys, len(run))
                 if session.ended or request_id in session.forgotten:
                     return None
@@ -241,37 +243,8 @@ class Hierarchy:
                 if not queue and keyspace.waiters.get(key) is queue:
                     del keyspace.waiters[key]
 
-    async def watch(self, session: Session, keyspace: Keyspace, seen: int, *, limit: int, wait_s: float) -> list[Block]:
-        """Every block of a group that is in the pool, in the order in which they came, as soon as
-        `keyspace.changes` is another than `seen`, or the time is up. It changes with every block that is stored or
-        removed and every claim that is given back; an eviction alone wakes nobody. Pins nothing.
-
-        Raises:
-            LimitExceeded: the group has more blocks than `limit`.
-        """
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + wait_s
-        self._waiting += 1
-        try:
-            while keyspace.changes == seen and not self.draining and (left := deadline - loop.time()) > 0:
-                keyspace.watcher = keyspace.watcher or loop.create_future()
-                # Shared by all who watch the group, so the end of one wait must not cancel it.
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(left):
-                        await asyncio.shield(keyspace.watcher)
-                if session.ended:
-                    break
-        finally:
-            self._waiting -= 1
-        if len(keyspace.blocks) > limit:
-            raise LimitExceeded(f"{len(keyspace.blocks)} blocks in a group that is watched; at most {limit} (keys_max)")
-        return list(keyspace.blocks.values())
-
     def _changed(self, keyspace: Keyspace) -> None:
-        keyspace.changes += 1
-        if keyspace.watcher is not None:
-            keyspace.watcher.set_result(None)
-            keyspace.watcher = None
+        self.watches.changed(keyspace)
 
     def _wake(self, keyspace: Keyspace, key: bytes) -> None:
         self._changed(keyspace)
@@ -286,6 +259,8 @@ class Hierarchy:
         if drop:
             for block in run:
                 block.claim = lease.id
+                if keyspace.journal is not None:
+                    keyspace.journal.claimed(block.key)
         if keyspace.fresh:
             sources = Counter(keyspace.fresh.pop(block.key, "cpu") for block in run)
             self.counts.hits.update(sources)
@@ -333,7 +308,7 @@ class Hierarchy:
         The tiers below come first, while the claim still stands: the next caller must not find a copy there.
         """
         for lease in [session.leases[each] for each in lease_ids if each in session.leases]:
-            if lease.drop and lease.blocks and self.transfers.tiers:
+            if lease.drop and lease.blocks and self.transfers.tiers_of(lease.blocks[0].keyspace):
                 await self.transfers.delete(lease.blocks[0].keyspace, [block.key for block in lease.blocks])
         # The session may have ended meanwhile, and its leases with it: release skips what is not there.
         return self.release(session, lease_ids, remove=True, hold=hold)
@@ -358,6 +333,8 @@ class Hierarchy:
         for block in lease.blocks:
             if block.claim == lease.id:
                 block.claim = 0
+                if block.keyspace.journal is not None:
+                    block.keyspace.journal.given_back(block.key)
                 self._wake(block.keyspace, block.key)
 
     # -- writing ---------------------------------------------------------------------------------------------------
@@ -435,6 +412,7 @@ class Hierarchy:
         epochs: Sequence[int] | None = None,
         *,
         arrived: bool = False,
+        keep: bool = False,
     ) -> list[Outcome]:
         """Publishes filled slots. A key that exists already sends its slot back.
 
@@ -444,6 +422,7 @@ class Hierarchy:
                 (to this very session, perhaps), is told by them. None: not checked.
             arrived: Whether all bytes must have come over the data port, since nobody in the session's group has the
                 mapping.
+            keep: What is stored stays in the pool until it is removed or this session ends.
 
         Raises:
             InvalidRequest: a key is empty or too long, there are not as many keys as slots, or bytes have not arrived.
@@ -476,6 +455,8 @@ class Hierarchy:
             else:
                 del session.reserved[offset]
                 block = self.pool.place(key, keyspace, offset, before, session.group)
+                if keep:
+                    self.pool.keep(block, session.kept)
                 outcomes.append(Outcome.STORED)
                 if keyspace.waiters:
                     self._wake(keyspace, key)
@@ -555,8 +536,12 @@ class Hierarchy:
         """Removes blocks from every tier; pinned ones stop answering now and give their slots back with the last
         pin.
         """
+        keys = list(keys)
         found = [block for block in map(keyspace.blocks.get, keys) if block is not None]
         removed = sum(self.pool.remove(block, "deleted") for block in found)
+        if keyspace.journal is not None:
+            for key in keys:
+                keyspace.journal.gone(key)  # also where it rests below
         if removed:
             self._changed(keyspace)
         return removed
@@ -566,7 +551,7 @@ class Hierarchy:
         the tier that had the most.
         """
         removed = self.delete(keyspace, keys)
-        if not self.transfers.tiers:
+        if not self.transfers.tiers_of(keyspace):
             return removed
         return max(removed, await self.transfers.delete(keyspace, keys, from_peer=from_peer))
 
@@ -581,6 +566,10 @@ class Hierarchy:
         self.namespaces.adopt()
         with self.transfers.flushing(digest, self.namespaces.keyspaces(digest)):
             removed = 0
+            for keyspace in self.namespaces.keyspaces(digest):
+                if keyspace.journal is not None:
+                    keyspace.journal.forget_resting()
+                    self._changed(keyspace)
             while step := self.flush(digest, _STEP_BLOCKS):
                 removed += step
                 await asyncio.sleep(0)  # engines come first; what they store meanwhile is flushed too
@@ -617,6 +606,7 @@ class Hierarchy:
         for lease in session.leases.values():
             if lease.drop:
                 self._unclaim(lease)
+        self.pool.let_go(session.kept)
         for gone in self.sessions.end(session):
             leases, gone.leases = list(gone.leases.values()), {}
             for lease in leases:
@@ -636,7 +626,7 @@ class Hierarchy:
     @property
     def waiting(self) -> int:
         """How many calls of select and watch wait."""
-        return self._waiting
+        return self._waiting + self.watches.waiting
 
     def wake_all(self) -> None:
         """Lets everyone who waits look again; for draining."""

@@ -86,6 +86,7 @@ class Session:
     Attributes:
         id: Random; names the session in every call and is all that a handoff asks for.
         leases, extents: By id.
+        kept: Blocks that it stored and that stay in the pool as long as it lives.
         reserved: The empty slots it holds, by offset.
         forgotten: Requests whose answers the client never saw and does not want any more; the last few.
         mapped: Whether it was given the mapping.
@@ -99,6 +100,7 @@ class Session:
     attached_at: float
     leases: dict[int, Lease] = dataclasses.field(default_factory=dict)
     extents: dict[int, ExtentLease] = dataclasses.field(default_factory=dict)
+    kept: dict[Block, None] = dataclasses.field(default_factory=dict)
     reserved: dict[int, Reservation] = dataclasses.field(default_factory=dict)
     forgotten: deque[int] = dataclasses.field(default_factory=lambda: deque(maxlen=_FORGOTTEN_MAX))
     mapped: bool = False

@@ -50,7 +50,7 @@ def list_blocks(hierarchy: Hierarchy, digest: bytes | None, limit: int) -> tuple
             for block in keyspace.blocks.values():
                 if len(listed) == limit:
                     break
-                tiers = ("cpu", *below) if block.below else ("cpu",)
+                tiers = ("cpu", *below) if block.below and not entry.pool_only else ("cpu",)
                 listed.append(
                     Listed(entry.digest, keyspace.kv_group, block.key, keyspace.block_bytes, block.pins, tiers)
                 )

@@ -41,11 +41,17 @@ class Namespaces:
         self._alike: dict[tuple[str, bytes], tuple[bytes, object]] = {}
         self.entries: dict[bytes, NamespaceEntry] = {}
 
-    def open(self, identity: str, group_bytes: Sequence[int]) -> NamespaceEntry:
+    def open(
+        self, identity: str, group_bytes: Sequence[int], *, pool_only: bool = False, adopted: bool = False
+    ) -> NamespaceEntry:
         """Opens a namespace, or finds it open.
 
+        Args:
+            pool_only: Whether its blocks are to be in the pool only.
+            adopted: Whether a tier speaks of it and not a client.
+
         Raises:
-            InvalidRequest: the identity is not one.
+            InvalidRequest: the identity is not one; or it is open and copied down, or not, otherwise than asked.
             SizeMismatch: it is open with other block sizes; both are named.
             LimitExceeded: too many groups or namespaces.
         """
@@ -64,6 +70,13 @@ class Namespaces:
         entry = self.entries.get(digest)
         if entry is not None:
             check_block_bytes(identity, entry.group_bytes, sizes)
+            if entry.adopted and not adopted:
+                entry.adopted, entry.pool_only = False, pool_only
+            elif not adopted and entry.pool_only != pool_only:
+                raise InvalidRequest(
+                    f"namespace {digest.hex()} is open with copy_down={not entry.pool_only}, and this client asks for "
+                    f"copy_down={not pool_only}: all clients of a namespace have to agree"
+                )
             return entry
         if len(self.entries) >= NAMESPACES_MAX:
             raise LimitExceeded(
@@ -71,7 +84,8 @@ class Namespaces:
             )
         self._tell_apart(digest, fields)
         entry = self.entries[digest] = NamespaceEntry(digest, identity, dict(fields), sizes)
-        for tier in self._tiers:
+        entry.pool_only, entry.adopted = pool_only, adopted
+        for tier in self._tiers if not pool_only else ():
             tier.remember(TierNamespace(digest, identity, sizes))
         return entry
 
@@ -99,7 +113,7 @@ class Namespaces:
         for tier in self._tiers:
             for found in tier.namespaces():
                 with contextlib.suppress(InvalidRequest, LimitExceeded, SizeMismatch):
-                    self.open(found.identity, found.group_bytes)
+                    self.open(found.identity, found.group_bytes, adopted=True)
 
     def keyspace(self, digest: bytes, kv_group: int) -> Keyspace:
         """The directory of one group of an open namespace.

@@ -127,6 +127,8 @@ class Pool:
             parent.children += 1
         block.segment = self.arena.fill(offset, block)
         keyspace.blocks[key] = block
+        if keyspace.journal is not None:
+            keyspace.journal.came(key)
         home.blocks += 1
         self.used_bytes += keyspace.slot_bytes
         self.block_count += 1
@@ -137,9 +139,26 @@ class Pool:
         if block.state is BlockState.DOOMED:
             return False
         self._unlink(block, cause)
+        keeper = block.keyspace.kept.pop(block, None)
+        if keeper is not None:
+            del keeper[block]
+            block.pins -= 1
         if not block.pins:
             self._free_slot(block)
         return True
+
+    def keep(self, block: Block, keeper: dict[Block, None]) -> None:
+        """Pins a block until it is removed, or let go of; `keeper` is where that is counted."""
+        block.pins += 1
+        keeper[block] = None
+        block.keyspace.kept[block] = keeper
+
+    def let_go(self, keeper: dict[Block, None]) -> None:
+        """Ends what keep() began, for all of a keeper."""
+        while keeper:
+            block, _ = keeper.popitem()
+            del block.keyspace.kept[block]
+            self.unpin(block)
 
     def unpin(self, block: Block) -> None:
         """Takes one pin off."""
@@ -381,7 +400,12 @@ class Pool:
 
     def _unlink(self, block: Block, cause: str) -> None:
         """Takes a block out of the directory: from here on it does not answer."""
-        del block.keyspace.blocks[block.key]
+        keyspace = block.keyspace
+        del keyspace.blocks[block.key]
+        if keyspace.journal is not None:
+            keyspace.journal.left(
+                block.key, rests=cause == "evicted" and block.below and not keyspace.namespace.pool_only
+            )
         parent, block.parent = block.parent, None
         if parent is not None:
             parent.children -= 1
@@ -389,7 +413,7 @@ class Pool:
                 parent.home.next.append(parent)
         block.home.passed.pop(block, None)
         block.home.policy.forget(block)
-        block.keyspace.fresh.pop(block.key, None)
+        keyspace.fresh.pop(block.key, None)
         block.state = BlockState.DOOMED
         self.removed[cause] += 1
 

@@ -20,6 +20,7 @@ from kvstore.blocks import DIGEST_BYTES
 from kvstore.directory import Keyspace
 from kvstore.errors import AccessDenied, InvalidRequest, KVStoreError, LimitExceeded
 from kvstore.hierarchy import Hierarchy
+from kvstore.journal import Change
 from kvstore.leases import Lease, Session
 from kvstore.listing import list_blocks
 from kvstore.log import RateLimited, get_logger
@@ -42,6 +43,15 @@ _SHORTFALLS: Final = {
     Shortfall.DRAINING: engine_pb2.SHORTFALL_DRAINING,
     Shortfall.COPYING: engine_pb2.SHORTFALL_COPYING,
 }
+
+#: Changes that end a wait of Watch.
+_WANTED: Final = {
+    engine_pb2.WATCH_FOR_ANYTHING: None,
+    engine_pb2.WATCH_FOR_COMING: Change.CAME,
+    engine_pb2.WATCH_FOR_GOING: Change.GONE,
+}
+#: For the offset of a block that is not in the pool.
+_NOWHERE: Final = (1 << 64) - 1
 
 Method = Callable[[Any, Any, Any], Awaitable[Any]]
 
@@ -245,7 +255,7 @@ class EngineService(_Servicer, engine_pb2_grpc.EngineServicer):
     @_method
     async def OpenNamespace(self, request: engine_pb2.OpenNamespaceRequest, context: Any) -> Any:
         self._hierarchy.sessions.session(request.session)
-        entry = self._hierarchy.namespaces.open(request.text, request.group_bytes)
+        entry = self._hierarchy.namespaces.open(request.text, request.group_bytes, pool_only=request.pool_only)
         return engine_pb2.OpenNamespaceReply(digest=entry.digest)
 
     # -- reading ---------------------------------------------------------------------------------------------------
@@ -353,13 +363,43 @@ class EngineService(_Servicer, engine_pb2_grpc.EngineServicer):
     @_method
     async def Watch(self, request: engine_pb2.WatchRequest, context: Any) -> Any:
         session, keyspace = self._session_and_keyspace(request.session, request.namespace, request.group)
-        blocks = await self._hierarchy.watch(
+        if request.follow:
+            return await self._follow(session, keyspace, request)
+        blocks = await self._hierarchy.watches.watch(
             session, keyspace, request.seen, limit=self._keys_max, wait_s=self._wait_s(request.wait_ms)
         )
         return engine_pb2.WatchReply(
             changes=keyspace.changes,
             keys=[block.key for block in blocks],
             claimed=bytes(bool(block.claim) for block in blocks),
+        )
+
+    async def _follow(self, session: Session, keyspace: Keyspace, request: engine_pb2.WatchRequest) -> Any:
+        whole, keys = await self._hierarchy.watches.follow(
+            session,
+            keyspace,
+            request.seen,
+            limit=self._keys_max,
+            wait_s=self._wait_s(request.wait_ms),
+            wanted=_WANTED[request.wanted],
+            kinds=request.kinds,
+        )
+        journal = keyspace.journal
+        assert journal is not None
+        listed = [key for key in keys if key in journal.keys]
+        blocks = [keyspace.blocks.get(key) for key in listed]
+        offsets = np.array([_NOWHERE if block is None else block.offset for block in blocks], dtype="<u8")
+        here = offsets != _NOWHERE
+        epochs = np.zeros(len(blocks), dtype="<u4")
+        epochs[here] = self._hierarchy.arena.epochs_of(offsets[here])
+        return engine_pb2.WatchReply(
+            changes=journal.position,
+            keys=listed,
+            claimed=bytes(block is not None and bool(block.claim) for block in blocks),
+            whole=whole,
+            gone=[key for key in keys if key not in journal.keys],
+            offsets=offsets.tobytes(),
+            epochs=epochs.tobytes(),
         )
 
     # -- writing ---------------------------------------------------------------------------------------------------
@@ -395,6 +435,7 @@ class EngineService(_Servicer, engine_pb2_grpc.EngineServicer):
             request.parent,
             unpack_epochs(request.epochs),
             arrived=not session.group.mapped,
+            keep=request.keep,
         )
         return engine_pb2.CommitReply(outcomes=bytes(outcomes))
 

@@ -23,7 +23,7 @@ def hierarchy_stats(hierarchy: Hierarchy) -> Stats:
             "state": "lingering" if session.ended else "attached",
             "mapped": session.mapped,
             "leases": len(session.leases),
-            "pins": sum(len(lease.blocks) for lease in session.leases.values()),
+            "pins": sum(len(lease.blocks) for lease in session.leases.values()) + len(session.kept),
             "reserved_slots": len(session.reserved),
             "age_s": round(hierarchy.sessions.age_s(session), 3),
             "share_bytes": session.group.share_bytes,

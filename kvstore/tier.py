@@ -110,10 +110,12 @@ class Tier(abc.ABC):
         name: What stats, metrics and settings call it.
         asks_others: Whether it only looks at what other daemons have: nothing is copied down to it, and it is not asked
             on behalf of another daemon, so that two that name each other do not go round in circles.
+        shared: Whether other daemons may put blocks there too.
     """
 
     name: str
     asks_others: bool = False
+    shared: bool = False
 
     @property
     @abc.abstractmethod

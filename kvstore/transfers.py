@@ -148,7 +148,7 @@ class Transfers:
             return
         if self._policy is WritePolicy.THROUGH:
             for block in blocks:
-                if not self._enqueue(block, leaves=False):
+                if not block.keyspace.namespace.pool_only and not self._enqueue(block, leaves=False):
                     self._later[block] = self._below
         elif self._pool.arena.size_bytes - self._pool.used_bytes < self._clean_bytes:
             self._clean_ahead()
@@ -173,6 +173,8 @@ class Transfers:
     def _leaves(self, block: Block) -> None:
         """The pool frees a block now."""
         later = self._later.pop(block, None)
+        if block.keyspace.namespace.pool_only:
+            return
         if block.below:
             self.counts["not_kept"] += later is not None
             # From now on the copy below is the only one: its recency is that of this block.
@@ -344,7 +346,7 @@ class Transfers:
         names = [keyspace.prefix + key for key in keys]
         now = self._clock.monotonic()
         sources: list[Tier | None] = [None] * len(keys)
-        for tier in self._asked(from_peer):
+        for tier in self._asked(from_peer, keyspace):
             missing = [index for index, source in enumerate(sources) if source is None]
             if not missing or tier.state is TierState.FAILED:
                 continue
@@ -434,7 +436,7 @@ class Transfers:
         try:
             for key in keys:
                 self._cancel(keyspace, key)
-            return max([await tier.delete(names) for tier in self._asked(from_peer)], default=0)
+            return max([await tier.delete(names) for tier in self._asked(from_peer, keyspace)], default=0)
         finally:
             self._removing.subtract(names)
             for name in names:
@@ -459,8 +461,14 @@ class Transfers:
         """Removes a namespace (None: all) from every tier. Returns the most blocks that one tier had."""
         return max([await tier.delete_namespace(digest) for tier in self._asked(from_peer)], default=0)
 
-    def _asked(self, from_peer: bool) -> Sequence[Tier]:
+    def tiers_of(self, keyspace: Keyspace) -> Sequence[Tier]:
+        """The tiers that its blocks may be in."""
+        return () if keyspace.namespace.pool_only else self.tiers
+
+    def _asked(self, from_peer: bool, keyspace: Keyspace | None = None) -> Sequence[Tier]:
         """The tiers that are asked; on behalf of another daemon only this one's own."""
+        if keyspace is not None and keyspace.namespace.pool_only:
+            return ()
         return self._below if from_peer else self.tiers
 
     def _cancel(self, keyspace: Keyspace, key: bytes) -> None:

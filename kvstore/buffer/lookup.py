@@ -8,13 +8,17 @@ import queue
 import secrets
 import threading
 import time
+from collections import deque
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any, Final, Self
 
-from kvstore.buffer.prefix import Answer, Prefixes, Tokens, is_prefix, selected
-from kvstore.buffer.records import Draft, Head, Lost, Records, Refused, namespace_of
+from kvstore.buffer.prefix import Answer, Prefixes, is_prefix, selected
+from kvstore.buffer.records import Draft, Head, Lost, Records, namespace_of
+from kvstore.buffer.slots import Refused
 from kvstore.client import connect
-from kvstore.errors import ClientClosed, InvalidRequest, KVStoreError, LimitExceeded
+from kvstore.errors import ClientClosed, Damage, InvalidRequest, KVStoreError, LimitExceeded, RetryLater
+from kvstore.following import Following, Spot
 from kvstore.insert import InsertResult, Ticket
 from kvstore.tensors import Library
 
@@ -22,6 +26,13 @@ from kvstore.tensors import Library
 _WAIT_S: Final = 60.0
 #: Between two attempts to store in a pool that is full.
 _PAUSE_S: Final = 0.05
+#: Longest single wait for room; between two of them it is seen whether the buffer was closed.
+_ROOM_S: Final = 1.0
+#: How long an entry that could not be brought up is left alone.
+_ABSENT_S: Final = 5.0
+#: Entries and bytes that are stored in one go.
+_BATCH_MAX: Final = 64
+_BATCH_BYTES: Final = 64 << 20
 _KEY_BYTES: Final = 16
 _TOKENS, _ROI = 0, 1
 
@@ -32,10 +43,6 @@ Entry = list[Any]
 class _Job:
     draft: Draft
     ticket: Ticket
-
-
-class _GiveBack(Exception):  # no error: leaves the with-block of a drop_select so that the entry stays
-    pass
 
 
 class LookupBuffer:
@@ -52,8 +59,9 @@ class LookupBuffer:
     * Many may wait for one entry, and exactly one gets it. If that one dies, or fails, before it has all bytes, the
       entry stays and the next one gets it. An entry that leaves was copied whole before: half of one is never seen.
 
-    Entries are cached, not kept: where the pool needs the room for others, the coldest leave, and whoever waits for
-    them goes on waiting. They outlive the process that inserted them.
+    Entries are cached, not kept: where the pool needs the room for others, the coldest leave. What the daemon's disk or
+    Redis has is found there, after a restart of the daemon on its disk; who waits for what is nowhere goes on waiting.
+    Entries outlive the process that inserted them.
 
     Tensors may be of numpy or torch, of any dtype and shape, or None. They come back as what they were (torch tensors
     in host memory), or as `library` says.
@@ -68,6 +76,7 @@ class LookupBuffer:
         *,
         max_bytes: int = 1 << 30,
         library: Library | None = None,
+        copy_down: bool = True,
         **options: Any,
     ) -> None:
         """Opens a buffer; it need not exist.
@@ -78,6 +87,8 @@ class LookupBuffer:
             max_bytes: Most bytes of the pool that what this object inserted may take until it is taken out. More waits
                 in the background, and as much as that again may wait.
             library: What tensors come back as: "numpy" or "torch"; None: as they were inserted.
+            copy_down: Whether entries are copied to the daemon's disk and Redis, and found there when they have left
+                the pool. All who open the buffer have to agree.
             options: Others of kvstore.connect, such as `token`, `tls` and `timeout_s`.
 
         Raises:
@@ -85,15 +96,24 @@ class LookupBuffer:
         """
         if max_bytes < 1:
             raise InvalidRequest(f"max_bytes is {max_bytes}: it must be at least 1")
-        self._client = connect(endpoint, namespace_of("buffer", name), **{"client_name": f"buffer:{name}", **options})
+        self._client = connect(
+            endpoint, namespace_of("buffer", name, copy_down=copy_down), **{"client_name": f"buffer:{name}", **options}
+        )
         self._records = Records(self._client)
         self._library = library
         self._max_bytes = max_bytes
-        self._heads: dict[bytes, Head] = {}  # of the entries that were listed last; guarded by the lock below
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # guards the four below
+        self._list = Following()
+        self._told = b""  # generation that the list is of
+        self._heads: dict[bytes, Head] = {}  # of entries in the list
+        self._absent: dict[bytes, float] = {}  # entries in the list that could not be had, and until when
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._waiting_bytes = 0  # guarded by the lock
-        self._stored: dict[bytes, int] = {}  # bytes of what this object inserted, by key; of the thread below
+        # Of the thread below:
+        self._stored: dict[bytes, int] = {}  # bytes of what this object inserted, by key
+        self._stored_bytes = 0
+        self._room_seen = 0
+        self._together = _BATCH_MAX  # most entries that are stored at once now
         self._closing = False  # guarded by the lock
         self._hurry = threading.Event()  # closing takes too long: leave what is left
         self._thread = threading.Thread(target=self._run, name="kvstore-buffer", daemon=True)
@@ -136,40 +156,76 @@ class LookupBuffer:
         return job.ticket
 
     def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
+        batch: deque[_Job] = deque()
+        ended = False
+        while batch or not ended:
+            # What came meanwhile goes along: calls cost the same for one entry and for many.
+            while not ended and (not batch or not self._jobs.empty()):
+                job = self._jobs.get()
+                ended = job is None
+                if job is not None:
+                    batch.append(job)
+            if not batch:
+                continue
             try:
-                result = self._store(job.draft)
-            except KVStoreError as error:
-                result = InsertResult(0, 0, {type(error).__name__: 1})
-            with self._lock:
-                self._waiting_bytes -= job.draft.nbytes
-            job.ticket.settle(result)
-            del job  # the caller's tensors are not kept until the next one
+                done, result = self._store(batch)
+            except Exception as error:  # a defect here must not leave every later ticket waiting for ever
+                done, result = len(batch), InsertResult(0, 0, {type(error).__name__: 1})
+            for _ in range(done):
+                job = batch.popleft()
+                with self._lock:
+                    self._waiting_bytes -= job.draft.nbytes
+                job.ticket.settle(result)
+                del job  # the caller's tensors are not kept until the next one
 
-    def _store(self, draft: Draft) -> InsertResult:
-        key = secrets.token_bytes(_KEY_BYTES)
-        seen = 0
-        while True:
-            # The first look answers at once, later ones when something was taken out (or came).
-            if self._hurry.is_set():
-                return InsertResult(0, 0, {"closed": 1})
-            if sum(self._stored.values()) + draft.nbytes > self._max_bytes:
-                seen, listed = self._client.watch(seen, min(_WAIT_S, 1.0))
-                self._stored = {each: size for each, size in self._stored.items() if each in listed}
-                continue
-            try:
-                self._records.store_parts(draft)
-            except Refused as refused:
-                if not refused.passing:
-                    return InsertResult(0, 0, dict.fromkeys(refused.reasons, 1))
+    def _store(self, batch: Sequence[_Job]) -> tuple[int, InsertResult]:
+        """Stores entries of the front, as many as go together. Returns how many, and what became of each; or none, and
+        it has waited for a change.
+        """
+        if self._hurry.is_set():
+            return len(batch), InsertResult(0, 0, {"closed": 1})
+        fitting: list[_Job] = []
+        size = 0
+        for job in batch:
+            size += job.draft.nbytes
+            if self._stored_bytes + size > self._max_bytes or (fitting and size > _BATCH_BYTES):
+                break
+            fitting.append(job)
+            if len(fitting) == self._together:
+                break
+        if not fitting:
+            self._await_room()
+            return 0, InsertResult(0, 0, {})
+        # In order of time, so that also what is found below the pool after a restart is found in that order.
+        keys = [time.time_ns().to_bytes(8, "big") + secrets.token_bytes(_KEY_BYTES - 8) for _ in fitting]
+        try:
+            self._records.store(*((key, job.draft) for key, job in zip(keys, fitting, strict=True)), wait=True)
+        except Refused as refused:
+            if not refused.passing:
+                return 1, InsertResult(0, 0, dict.fromkeys(refused.reasons, 1))
+            if len(fitting) == 1:
                 self._hurry.wait(_PAUSE_S)
-                continue
-            result = self._records.show(key, draft)
-            if not result.stored:
-                self._records.delete_parts(draft.head)
-                return result
-            self._stored[key] = draft.nbytes
-            return result
+            self._together = max(1, len(fitting) // 2)
+            return 0, InsertResult(0, 0, {})
+        except KVStoreError as error:
+            return len(fitting), InsertResult(0, 0, {type(error).__name__: 1})
+        self._together = _BATCH_MAX
+        for key, job in zip(keys, fitting, strict=True):
+            self._stored[key] = job.draft.nbytes
+            self._stored_bytes += job.draft.nbytes
+        return len(fitting), InsertResult(1, 0, {})
+
+    def _await_room(self) -> None:
+        """Takes note of what was taken out; waits for it, the second time."""
+        try:
+            changes = self._client.follow(self._room_seen, _ROOM_S, wanted="going")
+        except RetryLater:
+            self._hurry.wait(_PAUSE_S)
+            return
+        self._room_seen = changes.changes
+        gone = [key for key in self._stored if key not in changes.spots] if changes.whole else changes.gone
+        for key in gone:
+            self._stored_bytes -= self._stored.pop(key, 0)
 
     # -- taking out ------------------------------------------------------------------------------------------------
 
@@ -194,30 +250,64 @@ class LookupBuffer:
         tokens = selected(input_tokens, roi)
         query = None if tokens is None else Prefixes(tokens)
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        seen, wait_s = 0, 0.0  # the first look does not wait
+        wait_s = 0.0  # the first look does not wait
         while True:
-            seen, listed = self._client.watch(seen, wait_s)
-            for key, head in self._known(listed):
-                if not listed[key] and self._answers(head, query):
-                    entry = self._take(key, head, query)
-                    if entry is not None:
-                        return entry
+            for key, spot, head in self._known(self._look(wait_s)):
+                if self._answers(head, query) and (entry := self._take(key, spot, head, query)) is not None:
+                    return entry
             wait_s = _WAIT_S if deadline is None else min(_WAIT_S, deadline - time.monotonic())
             if wait_s <= 0:
                 return None
 
-    def _known(self, listed: dict[bytes, bool]) -> list[tuple[bytes, Head]]:
-        """The heads of the entries that are listed, read where they are new; in the order of the list."""
+    def _look(self, wait_s: float) -> list[tuple[bytes, Spot]]:
+        """What nobody has claimed, in the order in which it came."""
         with self._lock:
-            heads = {key: self._heads[key] for key in listed if key in self._heads}
-        new = [key for key in listed if key not in heads]
-        while new:
-            found = self._records.heads(new)
-            heads.update((key, head) for key, head in zip(new, found, strict=False) if head is not None)
-            del new[: len(found) + 1]  # the run ends at one that was taken out meanwhile
+            seen = self._list.seen
+        changes = self._client.follow(seen, wait_s, wanted="coming")
         with self._lock:
-            self._heads = heads
-        return [(key, heads[key]) for key in listed if key in heads]
+            if changes.generation != self._told or changes.changes > self._list.seen:  # another thread may be ahead
+                self._told = changes.generation
+                self._list.take(changes)
+                for key in changes.gone if not changes.whole else self._heads.keys() - self._list.spots.keys():
+                    self._heads.pop(key, None)
+            return [(key, spot) for key, spot in self._list.spots.items() if not spot.claimed]
+
+    def _known(self, spots: list[tuple[bytes, Spot]]) -> Iterator[tuple[bytes, Spot, Head]]:
+        """The heads of entries, read where they are new. Those that have left the pool come up again, all at once."""
+        brought: dict[bytes, Head] | None = None
+        for place, (key, spot) in enumerate(spots):
+            with self._lock:
+                head, told = self._heads.get(key), self._told
+            if head is None:
+                with contextlib.suppress(Damage):
+                    head = self._records.head_at(spot, told)
+            if head is None:
+                if brought is None:
+                    brought = self._brought([key for key, _ in spots[place:]])
+                head = brought.get(key)
+            if head is not None:
+                with self._lock:
+                    if key in self._list.spots:
+                        self._heads[key] = head
+                yield key, spot, head
+
+    def _brought(self, keys: list[bytes]) -> dict[bytes, Head]:
+        """Heads by their names, out of whichever tier they rest in. What cannot be had is not asked for again soon."""
+        now = time.monotonic()
+        with self._lock:
+            known = self._heads.keys() | {key for key, until in self._absent.items() if until > now}
+        keys = [key for key in keys if key not in known]
+        present = self._client.present(keys)
+        left = [key for key, there in zip(keys, present, strict=True) if there]
+        heads: dict[bytes, Head] = {}
+        while left:
+            found = self._records.heads(left)
+            heads.update((key, head) for key, head in zip(left, found, strict=False) if head is not None)
+            del left[: len(found) + 1]  # the run ends at one that was taken out meanwhile
+        with self._lock:
+            self._absent = {key: until for key, until in self._absent.items() if until > now}
+            self._absent.update((key, now + _ABSENT_S) for key in keys if key not in heads)
+        return heads
 
     def _answers(self, head: Head, query: Prefixes | None) -> bool:
         if query is None:
@@ -227,33 +317,32 @@ class LookupBuffer:
         answer = query.answered_by(head.notes)
         if answer is Answer.READ:
             with contextlib.suppress(Lost):
-                stored = self._tokens_of(head)
+                stored = selected(*self._records.read(head, "numpy", only=[_TOKENS, _ROI]))
                 return stored is not None and is_prefix(stored, query.tokens)
             return True  # to be taken and thrown away
         return answer is Answer.YES
 
-    def _tokens_of(self, head: Head) -> Tokens | None:
-        return selected(*self._records.read(head, "numpy", only=[_TOKENS, _ROI]))
-
-    def _take(self, key: bytes, head: Head, query: Prefixes | None) -> Entry | None:
+    def _take(self, key: bytes, spot: Spot, head: Head, query: Prefixes | None) -> Entry | None:
         """One attempt to be the winner; None where somebody else was, or the entry is not whole any more."""
+        if spot.resting and not self._records.heads([key]):  # brings it up
+            return None
+        lease = self._client.claim([key])
+        if not lease.id:
+            return None
         entry: Entry | None = None
         try:
-            with self._client.drop_select([key], 0.0) as found:
-                if not len(found):
-                    return None
-                try:
-                    entry = self._records.read(head, self._library)
-                    if query is not None:
-                        stored = self._tokens_of(head)
-                        if stored is None or not is_prefix(stored, query.tokens):
-                            raise _GiveBack
-                except Lost:
-                    entry = None  # what is left of it is removed, and nobody finds it again
-        except _GiveBack:
-            return None
-        with self._lock:
-            self._heads.pop(key, None)
+            entry = self._records.read(head, self._library)
+            stored = selected(entry[_TOKENS], entry[_ROI])
+            if query is not None and (stored is None or not is_prefix(stored, query.tokens)):
+                self._client.release([lease])
+                return None
+        except Lost:
+            entry = None  # what is left of it is removed, and nobody finds it again
+        except BaseException:
+            with contextlib.suppress(RetryLater):
+                self._client.release([lease])
+            raise
+        self._client.release([lease], remove=True)
         self._records.delete_parts(head)
         return entry
 

@@ -35,7 +35,8 @@ class Pipe:
 
     What is promised
         Tensors come out as they went in (dtype, shape, bytes; None too), in order, each at most once. At most
-        `max_bytes` of the pool are on their way; then send_tensor waits. While the sender lives, what it sent is
+        `max_bytes` of the pool are on their way; then send_tensor waits (each end holds up to 640 KiB of empty slots
+        beside that). While the sender lives, what it sent is
         pinned.
     The receiver dies and another one opens the pipe
         It goes on with the first tensor that was not handed out. (A tensor is handed out when recv_tensor returns; a
@@ -56,6 +57,7 @@ class Pipe:
         *,
         max_bytes: int = 256 << 20,
         library: Library | None = None,
+        copy_down: bool = False,
         **options: Any,
     ) -> None:
         """Opens a pipe; nobody need be at its other end.
@@ -65,6 +67,8 @@ class Pipe:
             endpoint: Of the daemon, as for kvstore.connect.
             max_bytes: Most bytes of the pool on their way; a single larger tensor goes alone. Only the sender's counts.
             library: What received tensors are: "numpy" or "torch"; None: what they were when they were sent.
+            copy_down: Whether what passes is copied to the daemon's disk and Redis, as other blocks are. Both ends have
+                to agree. Only what outlives its sender can gain by it.
             options: Others of kvstore.connect, such as `token`, `tls` and `timeout_s`.
 
         Raises:
@@ -72,7 +76,9 @@ class Pipe:
         """
         if max_bytes < 1:
             raise InvalidRequest(f"max_bytes is {max_bytes}: it must be at least 1")
-        self._client = connect(endpoint, namespace_of("pipe", name), **{"client_name": f"pipe:{name}", **options})
+        self._client = connect(
+            endpoint, namespace_of("pipe", name, copy_down=copy_down), **{"client_name": f"pipe:{name}", **options}
+        )
         self._max_bytes = max_bytes
         self._library = library
         self._sender: Sender | None = None

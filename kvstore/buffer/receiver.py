@@ -8,11 +8,13 @@ from collections import deque
 from itertools import takewhile
 from typing import Any, Final, NoReturn
 
-from kvstore.buffer.records import HEADS, Head, Lost, Records, Refused
-from kvstore.buffer.stream import EMPTY, PAUSE_S, RECEIVER, Listed, Stream, left_of, streams_of
+from kvstore.buffer.records import HEADS, Head, Lost, Records
+from kvstore.buffer.slots import Refused
+from kvstore.buffer.stream import PAUSE_S, RECEIVER, Listed, Stream, left_of, streams_of
 from kvstore.client import Client
 from kvstore.engine_calls import Lease
 from kvstore.errors import Damage, DeadlineExceeded, EndOfPipe, KVStoreError, PipeBroken, RetryLater
+from kvstore.following import Following
 from kvstore.tensors import Library
 
 #: Heads that are read at once, and what was received before its blocks are removed in one go.
@@ -41,8 +43,9 @@ class Receiver:
         self._next = 0
         self._ahead: deque[Head | None] = deque()  # of the next tensors
         self._done: list[Head] = []  # of those that were received and whose blocks are still there
-        self._listed: Listed = {}
-        self._seen = 0
+        self._done_bytes = 0
+        self._list = Following()
+        self._told = b""  # generation that the list is of
 
     def receive(self, deadline: float | None, out: Any) -> Any:
         """See Pipe.recv_tensor."""
@@ -65,8 +68,17 @@ class Receiver:
             left = left_of(deadline)
             if looked and left <= 0:
                 raise DeadlineExceeded("nothing came through the pipe in time")
-            self._seen, self._listed = self._client.watch(self._seen, left)
+            self._look(left)
             looked = True
+
+    @property
+    def _listed(self) -> Listed:
+        return self._list.spots
+
+    def _look(self, wait_s: float) -> None:
+        changes = self._client.follow(self._list.seen, wait_s, kinds=b"HSL")
+        self._list.take(changes)
+        self._told = changes.generation
 
     def leave(self) -> None:
         """Makes room for another receiver."""
@@ -80,15 +92,18 @@ class Receiver:
             left = left_of(deadline)
             self._client.wait_attached(left)
             generation = self._client.generation
-            result = self._client.insert([RECEIVER], [EMPTY]).wait()
-            if result.refused and (not (refused := Refused(result.refused)).passing or left <= 0):
-                raise refused
+            if RECEIVER not in self._client.watch(0, 0.0)[1]:
+                try:
+                    self._records.mark(RECEIVER, keep=False)
+                except RetryLater as error:
+                    if left <= 0 or (isinstance(error, Refused) and not error.passing):
+                        raise
             with contextlib.ExitStack() as stack:
                 claim = stack.enter_context(self._client.drop_select([RECEIVER], min(left, _CLAIM_S)))
                 if len(claim):
                     self._end = stack.pop_all()
                     self._generation = generation
-                    self._seen, self._listed = 0, {}
+                    self._list = Following()
                     return
             if left_of(deadline) <= 0:
                 raise DeadlineExceeded("another receiver is at this end of the pipe")
@@ -125,15 +140,21 @@ class Receiver:
         self._advance(stream, deadline)
         self._ahead.popleft()
         self._done.append(head)
+        self._done_bytes += head.nbytes
         if ended:
             self._end_stream(stream, keep=stream.cursor(self._next))
             raise EndOfPipe(f"the sender has closed the pipe after {self._next - 1} tensors")
-        if len(self._done) >= _DONE_MAX or sum(head.nbytes for head in self._done) >= _DONE_BYTES_MAX:
+        if len(self._done) >= _DONE_MAX or self._done_bytes >= _DONE_BYTES_MAX:
             self._tidy_up()
         return tensor
 
     def _head(self, stream: Stream) -> Head:
-        """The head of the next tensor; some more are read with it."""
+        """The head of the next tensor; some more are read with it where that takes a call."""
+        if not self._ahead:
+            spot = self._listed[stream.head(self._next)]
+            with contextlib.suppress(Damage):  # to be asked for by its name, and then to be said
+                if (head := self._records.head_at(spot, self._told)) is not None:
+                    self._ahead.append(head)
         if not self._ahead:
             keys = [stream.head(number) for number in range(self._next, self._next + _AHEAD_MAX)]
             self._ahead.extend(self._records.heads(list(takewhile(self._listed.__contains__, keys))))
@@ -146,25 +167,33 @@ class Receiver:
         done, stream = self._done, self._stream
         if stream is None or not done:
             return
-        self._done = []
+        self._done, self._done_bytes = [], 0
         numbers = range(self._next - len(done), self._next)
         keys = [key for number in numbers for key in (stream.head(number), stream.cursor(number))]
         with contextlib.suppress(RetryLater):
-            self._client.delete(keys)
             self._records.delete_parts(*done)
+            self._client.post_delete(keys)
 
     def _advance(self, stream: Stream, deadline: float | None) -> None:
         """Says that one more was received: the step that only one receiver can make."""
-        while not (result := self._client.insert([stream.cursor(self._next + 1)], [EMPTY]).wait()).stored:
-            refused = Refused(result.refused)
-            if not result.refused or not refused.passing:
+        key = stream.cursor(self._next + 1)
+        while True:
+            try:
+                self._records.mark(key)
+                break
+            except Refused as refused:
+                if not refused.passing:
+                    raise
+                if left_of(deadline) <= 0:
+                    raise DeadlineExceeded(
+                        "the pool has no room for a cursor: what is in it is pinned or reserved"
+                    ) from None
+            except RetryLater as error:
                 # Without a claim (the session is gone) another receiver may have been faster; or the answer is lost.
                 self._done.clear()
                 self.leave()
                 self._generation = self._stream = None
-                raise PipeBroken(f"tensor {self._next} was perhaps taken by another receiver ({refused})")
-            if left_of(deadline) <= 0:
-                raise DeadlineExceeded("the pool has no room for a cursor: what is in it is pinned or reserved")
+                raise PipeBroken(f"tensor {self._next} was perhaps taken by another receiver ({error})") from error
             time.sleep(PAUSE_S)
         self._next += 1
 
@@ -176,8 +205,8 @@ class Receiver:
         """Removes a stream. The last cursor of one that came to its end stays, and tells its sender."""
         self._tidy_up()
         self._stream = None
-        self._seen, self._listed = self._client.watch(0, 0.0)
+        self._look(0.0)
         self._client.release(self._pins)
         kept = {keep, stream.life if stream.sender_lives(self._listed) else None}
         self._client.delete([key for key in stream.keys(self._listed) if key not in kept])
-        self._seen, self._listed = self._client.watch(0, 0.0)
+        self._look(0.0)

@@ -9,19 +9,22 @@ The namespace of a buffer or pipe has three groups: heads (which hold small tens
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import dataclasses
 import json
 import secrets
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 
-from kvstore.blocks import Namespace
+from kvstore.arena import ArenaView, Epochs, Offsets
+from kvstore.blocks import POOL_LIFE_BYTES, Namespace
+from kvstore.buffer.slots import Slots, Taken
 from kvstore.client import Client
 from kvstore.errors import Damage, InvalidRequest, KVStoreError, LimitExceeded, RetryLater
-from kvstore.insert import InsertResult
+from kvstore.following import Spot
 from kvstore.tensors import Bytes, Library, TensorSpec, bytes_of, bytes_to_fill, empty
 
 #: Bytes of a block by group. A head is the smallest slot of the pool; a large part costs some 10 us of calls beside
@@ -31,39 +34,31 @@ GROUP_BYTES: Final = (HEAD_BYTES, 64 << 10, 2 << 20)
 HEADS, SMALL, LARGE = range(3)
 RECORD_ID_BYTES: Final = 16
 
+#: Offsets and epochs of slots.
+Parts: TypeAlias = tuple[Offsets, Epochs]
+
 _MAGIC: Final = b"KVR1"
 _LENGTH_BYTES: Final = 4
+#: What a block that says everything by its name is filled with.
+_EMPTY: Final = np.zeros(HEAD_BYTES, np.uint8)
 #: Bytes that are pinned at once by a reader; what a client on another host has room for several times over.
 _SELECT_BYTES: Final = 32 << 20
 #: How long a block that rests in a lower tier may take to come up.
 _PROMOTION_S: Final = 10.0
-#: Reasons for a refused store that pass by themselves.
-PASSING: Final = frozenset({"pinned", "share", "populating", "copying", "queue_full"})
+#: Most parts whose places a head notes, so that a reader on the daemon's host finds them without a call. More are asked
+#: for by their names, many at once.
+_PLACES_MAX: Final = 64
 
 
 class Lost(KVStoreError):
     """Parts of a record are gone."""
 
 
-class Refused(RetryLater):
-    """The pool did not take a record; nothing of it is left there.
-
-    Attributes:
-        reasons: Words of InsertResult.refused.
-    """
-
-    def __init__(self, reasons: dict[str, int]) -> None:
-        super().__init__(f"the pool took no record: {', '.join(sorted(reasons))}")
-        self.reasons = frozenset(reasons)
-
-    @property
-    def passing(self) -> bool:
-        """Whether it may work a little later."""
-        return self.reasons <= PASSING
-
-
-def namespace_of(kind: str, name: str) -> Namespace:
+def namespace_of(kind: str, name: str, *, copy_down: bool = True) -> Namespace:
     """The namespace of a buffer or pipe.
+
+    Args:
+        copy_down: Whether what is in it may rest in the tiers below the pool.
 
     Raises:
         InvalidRequest: no name.
@@ -77,6 +72,7 @@ def namespace_of(kind: str, name: str) -> Namespace:
         block_bytes=GROUP_BYTES[HEADS],
         more_group_bytes=GROUP_BYTES[SMALL:],
         extra=(("name", name),),
+        copy_down=copy_down,
     )
 
 
@@ -98,6 +94,8 @@ class Head:
         id: Names its parts.
         notes: What the writer noted beside the tensors.
         counts: Parts by group.
+        pool: Life of the pool that `parts` are places in; empty: nothing is known of them.
+        parts: By group, where its parts were stored. Whoever looks there checks the epochs after the copy.
     """
 
     id: bytes
@@ -105,11 +103,13 @@ class Head:
     counts: tuple[int, int, int]
     places: tuple[_Place | None, ...]
     body: bytes
+    pool: bytes = b""
+    parts: Mapping[int, Parts] = dataclasses.field(default_factory=dict)
 
     def keys(self, kv_group: int, first: int = 0, count: int | None = None) -> list[bytes]:
         """Names of its parts of one size."""
         count = self.counts[kv_group] - first if count is None else count
-        return [self.id + index.to_bytes(4, "big") for index in range(first, first + count)]
+        return _part_keys(self.id, first, count)
 
     @property
     def nbytes(self) -> int:
@@ -134,7 +134,10 @@ class Head:
                 None if each is None else _Place(TensorSpec.of_json(each[0]), each[1], tuple(each[2]), tuple(each[3]))
                 for each in tree["tensors"]
             )
-            head = cls(bytes.fromhex(tree["id"]), tree["notes"], tuple(tree["counts"]), places, raw[stop:])
+            counts = tuple(tree["counts"])
+            pool = bytes.fromhex(tree.get("pool", ""))
+            parts = _parts_of(base64.b64decode(tree["at"]), counts) if pool else {}
+            head = cls(bytes.fromhex(tree["id"]), tree["notes"], counts, places, raw[stop:], pool, parts)
             head._check()
         except (ValueError, KeyError, TypeError, IndexError) as error:
             raise Damage(f"a block of a buffer or pipe is no head of a record: {error}") from error
@@ -189,30 +192,70 @@ class Draft:
             ranges = {group: (first[group], len(blocks[group]) - first[group]) for group in cut}
             places.append(_Place(spec, None, ranges[LARGE], ranges[SMALL]))
         self.blocks = blocks
-        id_ = secrets.token_bytes(RECORD_ID_BYTES)
-        counts = (0, len(blocks[SMALL]), len(blocks[LARGE]))
-        text = json.dumps(
-            {
-                "id": id_.hex(),
-                "notes": notes,
-                "counts": counts,
-                "tensors": [
-                    None if place is None else [place.spec.as_json(), place.inline, place.large, place.small]
-                    for place in places
-                ],
-            },
-            separators=(",", ":"),
-        ).encode()
-        whole = b"".join([_MAGIC, len(text).to_bytes(_LENGTH_BYTES, "little"), text, *map(bytes, body)])
-        if len(whole) > HEAD_BYTES:
-            raise LimitExceeded(f"the description of these tensors has {len(whole)} bytes; at most {HEAD_BYTES} fit")
-        self.head_block = whole.ljust(HEAD_BYTES, b"\0")
-        self.head = Head.parse(self.head_block)
+        self.id = secrets.token_bytes(RECORD_ID_BYTES)
+        self._body = b"".join(map(bytes, body))
+        self._tree = {
+            "id": self.id.hex(),
+            "notes": notes,
+            "counts": (0, len(blocks[SMALL]), len(blocks[LARGE])),
+            "tensors": [
+                None if place is None else [place.spec.as_json(), place.inline, place.large, place.small]
+                for place in places
+            ],
+        }
+        self._plain = self._packed(self._tree)
+        if len(self._plain) > HEAD_BYTES:
+            raise LimitExceeded(
+                f"the description of these tensors has {len(self._plain)} bytes; at most {HEAD_BYTES} fit"
+            )
+
+    def _packed(self, tree: dict[str, Any]) -> bytes:
+        text = json.dumps(tree, separators=(",", ":")).encode()
+        return b"".join([_MAGIC, len(text).to_bytes(_LENGTH_BYTES, "little"), text, self._body])
+
+    def head_block(self, taken: Mapping[int, Taken]) -> Bytes:
+        """The head as a block, with the places of its parts if there is room for them.
+
+        Args:
+            taken: By group, the slots that its parts are in.
+        """
+        whole = self._plain
+        if taken and sum(len(slots.offsets) for slots in taken.values()) <= _PLACES_MAX:
+            (generation,) = {slots.generation for slots in taken.values()}
+            groups = [taken[group] for group in (SMALL, LARGE) if group in taken]
+            packed = b"".join(
+                [*(each.offsets.tobytes() for each in groups), *(each.epochs.tobytes() for each in groups)]
+            )
+            longer = self._packed(
+                {**self._tree, "pool": generation[:POOL_LIFE_BYTES].hex(), "at": base64.b64encode(packed).decode()}
+            )
+            if len(longer) <= HEAD_BYTES:
+                whole = longer
+        return np.frombuffer(whole.ljust(HEAD_BYTES, b"\0"), np.uint8)
+
+    def keys(self, kv_group: int) -> list[bytes]:
+        """Names of its parts of one size."""
+        return _part_keys(self.id, 0, len(self.blocks[kv_group]))
 
     @property
     def nbytes(self) -> int:
         """Bytes of all its blocks."""
-        return self.head.nbytes
+        return HEAD_BYTES + sum(len(blocks) * size for blocks, size in zip(self.blocks, GROUP_BYTES, strict=True))
+
+
+def _part_keys(id_: bytes, first: int, count: int) -> list[bytes]:
+    return [id_ + index.to_bytes(4, "big") for index in range(first, first + count)]
+
+
+def _parts_of(packed: bytes, counts: Sequence[int]) -> dict[int, Parts]:
+    """Reads the places of parts back: the offsets of all, then the epochs of all."""
+    total = counts[SMALL] + counts[LARGE]
+    offsets = np.frombuffer(packed, "<u8", total)
+    epochs = np.frombuffer(packed, "<u4", total, 8 * total)
+    return {
+        SMALL: (offsets[: counts[SMALL]], epochs[: counts[SMALL]]),
+        LARGE: (offsets[counts[SMALL] :], epochs[counts[SMALL] :]),
+    }
 
 
 def _cut(data: Bytes, size: int) -> Iterator[Bytes]:
@@ -231,28 +274,76 @@ class Records:
 
     def __init__(self, client: Client) -> None:
         self._client = client
+        self._slots = Slots(client)
 
-    def store_parts(self, draft: Draft) -> None:
-        """Everything of a record but its head. May be called again after Refused.
+    def store(self, *records: tuple[bytes, Draft], keep: bool = False, wait: bool = False) -> None:
+        """Stores records under keys, in order: the parts of all of them, then the heads. May be called again after
+        Refused. For one thread at a time.
+
+        Args:
+            keep: They stay in the pool until they are removed or this session ends.
+            wait: Until the daemon has said that they are there; see Slots.publish.
 
         Raises:
-            Refused: not all of it could be stored; what was stored was removed.
+            Refused: the pool has no room for all of them; nothing is left there.
+            RetryLater: the daemon has gone, and with it what was stored; or, on another host, that is not known.
         """
-        tickets = [
-            self._client.insert(draft.head.keys(group), draft.blocks[group], kv_group=group)
-            for group in (LARGE, SMALL)
-            if draft.blocks[group]
-        ]
-        # Both are waited for before anything is said: the blocks are read until then.
-        results = [ticket.wait() for ticket in tickets]
-        refused = _refused(results)
-        if refused:
-            self.delete_parts(draft.head)
-            raise Refused(refused)
+        held: dict[int, Taken] = {}
+        blocks = {group: [block for _, draft in records for block in draft.blocks[group]] for group in (LARGE, SMALL)}
+        try:
+            for group, wanted in (LARGE, len(blocks[LARGE])), (SMALL, len(blocks[SMALL])), (HEADS, len(records)):
+                if wanted:
+                    held[group] = self._slots.take(group, wanted)
+            for group in (LARGE, SMALL):
+                if blocks[group]:
+                    self._slots.fill(held[group], blocks[group])
+            self._slots.fill(held[HEADS], self._head_blocks(records, held))
+            keys = {group: [key for _, draft in records for key in draft.keys(group)] for group in (LARGE, SMALL)}
+            keys[HEADS] = [key for key, _ in records]
+            self._slots.publish(
+                [(group, held[group], keys[group]) for group in (LARGE, SMALL, HEADS) if group in held],
+                keep=keep,
+                wait=wait,
+            )
+        except BaseException:
+            # What was committed is not the session's slot any more, and nothing happens to it here.
+            for group, taken in held.items():
+                self._slots.give_back(group, taken)
+            with contextlib.suppress(KVStoreError):
+                for _, draft in records:
+                    for group in (LARGE, SMALL):
+                        if draft.blocks[group]:
+                            self._client.post_delete(draft.keys(group), kv_group=group)
+            raise
 
-    def show(self, key: bytes, draft: Draft) -> InsertResult:
-        """Stores the head: from here on the record is there."""
-        return self._client.insert([key], [draft.head_block]).wait()
+    @staticmethod
+    def _head_blocks(records: Sequence[tuple[bytes, Draft]], held: Mapping[int, Taken]) -> list[Bytes]:
+        heads = []
+        done = {LARGE: 0, SMALL: 0}
+        for _, draft in records:
+            own = {}
+            for group in (SMALL, LARGE):
+                if count := len(draft.blocks[group]):
+                    start, taken = done[group], held[group]
+                    part = slice(start, start + count)
+                    own[group] = Taken(taken.generation, taken.offsets[part], taken.epochs[part])
+                    done[group] += count
+            heads.append(draft.head_block(own))
+        return heads
+
+    def mark(self, key: bytes, *, keep: bool = True) -> None:
+        """Stores a block that says everything by its name. For one thread at a time.
+
+        Raises:
+            As store().
+        """
+        taken = self._slots.take(HEADS, 1)
+        try:
+            self._slots.fill(taken, [_EMPTY])
+            self._slots.publish([(HEADS, taken, [key])], keep=keep, wait=False)
+        except BaseException:
+            self._slots.give_back(HEADS, taken)
+            raise
 
     def read(
         self, head: Head, library: Library | None, *, only: Sequence[int] | None = None, out: Any = None
@@ -300,9 +391,30 @@ class Records:
         self._each(keys, HEADS, parse)
         return heads
 
+    def head_at(self, spot: Spot, generation: bytes) -> Head | None:
+        """The head at a place that Client.follow told, read without a call; None where it is not there any more.
+
+        Raises:
+            Damage: what is there is no head.
+        """
+        if spot.offset is None:
+            return None
+        block = bytearray(HEAD_BYTES)
+        offsets, epochs = np.array([spot.offset], np.uint64), np.array([spot.epoch], np.uint32)
+        if not self._copy_from(offsets, epochs, np.frombuffer(block, np.uint8), HEAD_BYTES, generation):
+            return None
+        return Head.parse(block)
+
     def _fill(self, target: Bytes, head: Head, kv_group: int, range_: tuple[int, int]) -> None:
-        keys = head.keys(kv_group, *range_)
         size = GROUP_BYTES[kv_group]
+        if not range_[1]:
+            return
+        if kv_group in head.parts:
+            part = slice(range_[0], sum(range_))
+            offsets, epochs = head.parts[kv_group]
+            if self._copy_from(offsets[part], epochs[part], target, size, head.pool):
+                return
+        keys = head.keys(kv_group, *range_)
 
         def copy(index: int, view: memoryview) -> None:
             piece = target[index * size : (index + 1) * size]
@@ -310,6 +422,21 @@ class Records:
 
         if self._each(keys, kv_group, copy) < len(keys):
             raise Lost(f"{len(keys)} parts of a record are not all there any more")
+
+    def _copy_from(self, offsets: Offsets, epochs: Epochs, target: Bytes, size: int, pool_life: bytes) -> bool:
+        """Copies blocks from where they were stored, side by side. Nothing pins them: the epochs say afterwards whether
+        anybody else was given one of these slots.
+        """
+        arena = self._client.arena
+        if not isinstance(arena, ArenaView) or arena.generation[:POOL_LIFE_BYTES] != pool_life[:POOL_LIFE_BYTES]:
+            return False
+        if (offsets > arena.size_bytes - size).any():
+            return False
+        pool = arena.as_numpy()
+        for index, offset in enumerate(offsets.tolist()):
+            piece = target[index * size : (index + 1) * size]
+            np.copyto(piece, pool[offset : offset + piece.nbytes])
+        return np.array_equal(arena.epochs_of(offsets), epochs)
 
     def _each(self, keys: Sequence[bytes], kv_group: int, use: Callable[[int, memoryview], object]) -> int:
         """Shows blocks one by one, pinned. Returns how many of the leading run there were."""
@@ -336,8 +463,5 @@ class Records:
         """Removes everything of records but their heads. A daemon that cannot be told will evict it in time."""
         with contextlib.suppress(RetryLater):
             for group in (LARGE, SMALL):
-                self._client.delete([key for head in heads for key in head.keys(group)], kv_group=group)
-
-
-def _refused(results: Sequence[InsertResult]) -> dict[str, int]:
-    return {reason: count for result in results for reason, count in result.refused.items()}
+                if keys := [key for head in heads for key in head.keys(group)]:
+                    self._client.post_delete(keys, kv_group=group)

@@ -8,14 +8,26 @@ import time
 from collections import deque
 from typing import Final
 
-from kvstore.buffer.records import HEADS, LARGE, SMALL, Draft, Records, Refused
-from kvstore.buffer.stream import EMPTY, PAUSE_S, STREAM_ID_BYTES, Stream, left_of, strays_of, streams_of
+from kvstore.buffer.records import HEADS, Draft, Records
+from kvstore.buffer.slots import Refused
+from kvstore.buffer.stream import PAUSE_S, STREAM_ID_BYTES, Listed, Stream, left_of, strays_of, streams_of
 from kvstore.client import Client
 from kvstore.engine_calls import Lease
-from kvstore.errors import DeadlineExceeded, KVStoreError, PipeBroken
+from kvstore.errors import (
+    DaemonUnavailable,
+    DeadlineExceeded,
+    KVStoreError,
+    PipeBroken,
+    RetryLater,
+    StaleGeneration,
+)
+from kvstore.following import Following
 
 #: Most tensors on their way at once, so that the list of a pipe's keys stays short.
 _TENSORS_MAX: Final = 256
+#: Tensors between two looks at what was received, while there is room.
+_LOOK_EVERY: Final = 16
+_LOST: Final = "the daemon was restarted, or the session with it lost"
 
 
 class Sender:
@@ -30,12 +42,14 @@ class Sender:
         """
         self._client = client
         self._records = Records(client)
+        self._list = Following()
         self._max_bytes = max_bytes
         self._next = 0
         self._received = 0
-        self._in_flight: deque[tuple[int, list[Lease]]] = deque()  # bytes and pins of each tensor, in order
+        self._in_flight: deque[int] = deque()  # bytes of each tensor that was not received as far as is known, in order
+        self._waiting_bytes = 0  # the sum of them
+        self._unlooked = 0  # tensors that were sent since it was last looked what was received
         self._cursor_pins: list[Lease] = []
-        self._seen = 0
         self._broken: str | None = None
         self._held = contextlib.ExitStack()
         try:
@@ -48,22 +62,22 @@ class Sender:
 
     def _begin(self, deadline: float | None) -> Stream | None:
         """One attempt; None where another sender was a little earlier."""
-        seen, listed = self._client.watch(0, 0.0)
+        listed = self._listed(0.0)
         self._generation = self._client.generation
         while any(other.sender_lives(listed) for other in streams_of(listed)):
             if (left := left_of(deadline)) <= 0:
                 raise DeadlineExceeded("another sender is at this end of the pipe")
-            seen, listed = self._client.watch(seen, left)
+            listed = self._listed(left)
         if strays := strays_of(listed):
             self._client.delete(strays)
         stream = Stream(secrets.token_bytes(STREAM_ID_BYTES))
-        self._store(stream.life, deadline)
+        self._mark(stream.life, deadline)
         claim = self._held.enter_context(self._client.drop_select([stream.life], 0.0))
-        self._store(stream.cursor(0), deadline)
-        self._store(stream.mark, deadline)
-        if not len(claim) or self._client.pin([(HEADS, [stream.mark])]) is None:
-            raise PipeBroken("the pool has no room for a pipe: its first blocks were evicted at once")
-        _, listed = self._client.watch(0, 0.0)
+        self._mark(stream.cursor(0), deadline)
+        self._mark(stream.mark, deadline)
+        listed = self._listed(0.0)
+        if not len(claim) or stream.mark not in listed:
+            raise PipeBroken("the daemon has lost the first blocks of a pipe")
         for other in streams_of(listed):
             if other == stream:
                 return stream
@@ -72,12 +86,18 @@ class Sender:
         self._client.delete([stream.mark, stream.cursor(0)])
         return None
 
-    def _store(self, key: bytes, deadline: float | None) -> None:
+    def _listed(self, wait_s: float, kinds: bytes = b"") -> Listed:
+        self._list.take(self._client.follow(self._list.seen, wait_s, kinds=kinds))
+        return self._list.spots
+
+    def _mark(self, key: bytes, deadline: float | None) -> None:
         """Stores a block that says everything by its name."""
-        while (result := self._client.insert([key], [EMPTY]).wait()).refused:
-            refused = Refused(result.refused)
-            if not refused.passing or left_of(deadline) <= 0:
-                raise refused
+        while True:
+            try:
+                return self._records.mark(key)
+            except Refused as refused:
+                if not refused.passing or left_of(deadline) <= 0:
+                    raise
             time.sleep(PAUSE_S)
 
     def send(self, draft: Draft, deadline: float | None) -> None:
@@ -85,41 +105,34 @@ class Sender:
         self._check()
         while not self._has_room(draft.nbytes):
             self._wait_for_receiver(deadline, "to make room")
-        self._store_parts(draft, deadline)
         self._publish(draft, deadline)
-        if self._waiting_bytes > self._max_bytes // 2:
+        if self._waiting_bytes > self._max_bytes // 2 and self._unlooked >= min(_LOOK_EVERY, len(self._in_flight) // 2):
             self._look(0.0)  # before it is too late, so that a receiver that keeps up does not make this end wait
-
-    def _store_parts(self, draft: Draft, deadline: float | None) -> None:
-        while True:
-            try:
-                return self._records.store_parts(draft)
-            except Refused as refused:
-                if not refused.passing:
-                    raise
-            self._check()
-            self._pause(draft, deadline)
 
     def _publish(self, draft: Draft, deadline: float | None) -> None:
         key = self._stream.head(self._next)
-        while not (result := self._records.show(key, draft)).stored:
-            refused = Refused(result.refused)
-            if not result.refused or not refused.passing:
-                # Not known to be there, or there and not by this call: nobody can say what is in the pipe.
-                self._broken = f"tensor {self._next} may or may not have been sent ({refused})"
+        while True:
+            try:
+                self._records.store((key, draft), keep=True)
+                break
+            except Refused as refused:
+                if not refused.passing:
+                    raise
+            except (DaemonUnavailable, StaleGeneration):
+                self._broken = _LOST
+            except RetryLater as error:  # nobody can say what is in the pipe
+                self._broken = f"tensor {self._next} may or may not have been sent ({error})"
             self._check()
-            self._pause(draft, deadline)
-        queries = [(group, draft.head.keys(group)) for group in (LARGE, SMALL) if draft.head.counts[group]]
-        # What is gone by now was received; or it was evicted in this moment, and the receiver will miss it and say so.
-        pins = self._client.pin([*queries, (HEADS, [key])]) or []
-        self._in_flight.append((draft.nbytes, pins))
+            self._pause(deadline)
+        self._in_flight.append(draft.nbytes)
+        self._waiting_bytes += draft.nbytes
+        self._unlooked += 1
         self._next += 1
         self._check()
 
-    def _pause(self, draft: Draft, deadline: float | None) -> None:
+    def _pause(self, deadline: float | None) -> None:
         """Before the next attempt to store in a full pool; what was received meanwhile makes room."""
         if left_of(deadline) <= 0:
-            self._records.delete_parts(draft.head)
             raise DeadlineExceeded("the pool has no room for this tensor: what is in it is pinned or reserved")
         if self._in_flight:
             self._look(0.0)
@@ -139,15 +152,11 @@ class Sender:
         self._client.delete([self._stream.cursor(self._next)])
 
     def leave(self) -> None:
-        """Ends the stream's life. The pins go with the session."""
+        """Ends the stream's life. What is kept in the pool is let go of with the session."""
         with contextlib.suppress(KVStoreError):
             self._held.close()
 
     # -- what the receiver did -------------------------------------------------------------------------------------
-
-    @property
-    def _waiting_bytes(self) -> int:
-        return sum(size for size, _ in self._in_flight)
 
     def _has_room(self, size: int) -> bool:
         if not self._in_flight:
@@ -162,8 +171,9 @@ class Sender:
         self._look(left)
 
     def _look(self, wait_s: float) -> None:
-        """Lets go of what was received meanwhile; waits for the next change if asked to."""
-        self._seen, listed = self._client.watch(self._seen if wait_s else 0, wait_s)
+        """Takes note of what was received meanwhile; waits for the next change if asked to."""
+        listed = self._listed(wait_s, kinds=b"CS")
+        self._unlooked = 0
         self._check()
         # A cursor may have been evicted while nobody held it; the next one will tell the same and more.
         received = max(self._stream.cursors(listed), default=self._received)
@@ -172,15 +182,19 @@ class Sender:
             self._check()
         if received == self._received:
             return
-        pins = self._cursor_pins
-        self._cursor_pins = self._client.pin([(HEADS, [self._stream.cursor(received)])]) or []
+        # The receiver keeps it as long as it lives; from here on it outlives it.
+        pins, self._cursor_pins = (
+            self._cursor_pins,
+            (self._client.pin([(HEADS, [self._stream.cursor(received)])]) or []),
+        )
+        if pins:
+            self._client.release(pins)
         while self._received < received:
-            pins += self._in_flight.popleft()[1]
+            self._waiting_bytes -= self._in_flight.popleft()
             self._received += 1
-        self._client.release(pins)
 
     def _check(self) -> None:
         if self._broken is None and self._client.generation != self._generation:
-            self._broken = "the daemon was restarted, or the session with it lost"
+            self._broken = _LOST
         if self._broken is not None:
             raise PipeBroken(f"{self._broken}: open the pipe anew")

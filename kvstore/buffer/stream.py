@@ -7,10 +7,8 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Final
 
-from kvstore.buffer.records import HEAD_BYTES
+from kvstore.following import Spot
 
-#: What a block that says everything by its name is filled with.
-EMPTY: Final = bytes(HEAD_BYTES)
 #: The receiver's end of a pipe.
 RECEIVER: Final = b"R"
 STREAM_ID_BYTES: Final = 16
@@ -19,8 +17,8 @@ WAIT_S: Final = 60.0
 #: Between two attempts to store in a pool that is full.
 PAUSE_S: Final = 0.02
 
-#: What Client.watch returns: keys in the order in which they came, and whether each is claimed.
-Listed = Mapping[bytes, bool]
+#: What is there: keys in the order in which they came, and whether each is claimed.
+Listed = Mapping[bytes, Spot]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -57,7 +55,8 @@ class Stream:
 
     def sender_lives(self, listed: Listed) -> bool:
         """Whether more may come."""
-        return listed.get(self.life, False)
+        life = listed.get(self.life)
+        return life is not None and life.claimed
 
     def keys(self, listed: Listed) -> list[bytes]:
         """All keys of the stream."""

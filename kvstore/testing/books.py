@@ -141,9 +141,10 @@ def _check_directory(hierarchy: Hierarchy, blocks: list[Block]) -> None:
 
 
 def _check_pins(hierarchy: Hierarchy, blocks: list[Block]) -> None:
-    """Pins are what leases say, and one for a copy on its way down."""
+    """Pins are what leases say, one for a copy on its way down, and one for what a session keeps."""
     pins: Counter[int] = Counter(id(block) for block in hierarchy.transfers.held)
     for session in hierarchy.sessions:
+        pins.update(id(block) for block in session.kept)
         for lease in session.leases.values():
             pins.update(id(block) for block in lease.blocks)
     for block in blocks:

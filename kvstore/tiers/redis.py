@@ -92,6 +92,8 @@ class RedisTier(Tier):
         swept: Set once all that is there was looked at.
     """
 
+    shared = True
+
     def __init__(
         self,
         url: str,

@@ -8,6 +8,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from kvstore.client import Client
+
 DTYPES: tuple[Any, ...] = (
     np.bool_,
     np.uint8,
@@ -52,3 +54,14 @@ def same(one: Any, other: Any) -> bool:
     if one is None or other is None:
         return one is other
     return bool(one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes())
+
+
+def lose(client: Client, key: bytes, kv_group: int) -> None:
+    """Removes a block and has its slot handed to somebody else, as an eviction does."""
+    (lease,) = client.acquire([(kv_group, [key])])
+    offset = int(lease.offsets[0])
+    client.release([lease])
+    assert client.delete([key], kv_group=kv_group) == 1
+    taken: list[int] = []
+    while offset not in taken:
+        taken += client.reserve(1, kv_group=kv_group).offsets.tolist()

@@ -92,14 +92,14 @@ def test_nothing_here_imports_torch() -> None:
 def test_a_head_tells_what_its_draft_said() -> None:
     tensors = [np.arange(3), None, np.zeros((5 << 20) + 1, np.uint8), np.zeros(70_000, np.uint8)]
     draft = Draft(tensors, {"a": 1})
-    head = Head.parse(draft.head_block)
-    assert head.notes == {"a": 1} and head.counts == (0, 19, 2) and len(draft.head_block) == HEAD_BYTES
+    head = Head.parse(draft.head_block({}))
+    assert head.notes == {"a": 1} and head.counts == (0, 19, 2) and len(draft.head_block({})) == HEAD_BYTES
     assert [len(blocks) for blocks in draft.blocks] == list(head.counts)
     assert draft.nbytes == HEAD_BYTES + 19 * (64 << 10) + 2 * (2 << 20)
 
 
 def test_a_damaged_head_is_noticed() -> None:
-    good = Draft([np.arange(3), np.zeros(70_000, np.uint8)], {}).head_block
+    good = Draft([np.arange(3), np.zeros(70_000, np.uint8)], {}).head_block({}).tobytes()
     for bad in (bytes(HEAD_BYTES), b"KVR1\xff\xff\xff\xff" + good[8:], good[:8] + b"{}" + good[10:], good[:100]):
         with pytest.raises(Damage):
             Head.parse(bad.ljust(HEAD_BYTES, b"\0"))
@@ -139,7 +139,7 @@ def test_notes_decide_as_the_tokens_do(stored: tuple[int, int, int], asked: tupl
 def test_notes_of_a_million_tokens_fit_a_head() -> None:
     tokens = np.arange(1 << 20)
     draft = Draft([tokens, None, None, None, None], Prefixes(tokens).notes())
-    assert len(draft.head_block) == HEAD_BYTES
+    assert len(draft.head_block({})) == HEAD_BYTES
 
 
 def test_masks() -> None:

@@ -52,8 +52,10 @@ LAYERS: dict[str, set[str]] = {
     "kvstore.handoff": {"kvstore.errors"},
     "kvstore.framed": {"kvstore.errors", "kvstore.log", "kvstore.wire"},
     "kvstore.handoff_server": {"kvstore.blocks", "kvstore.framed", "kvstore.handoff"},
+    "kvstore.journal": set(),
     "kvstore.directory": {
         "kvstore.arena",
+        "kvstore.journal",
         "kvstore.policy",
         "kvstore.tier",
     },
@@ -101,6 +103,13 @@ LAYERS: dict[str, set[str]] = {
         "kvstore.wire",
     },
     "kvstore.namespaces": {"kvstore.blocks", "kvstore.directory", "kvstore.errors", "kvstore.log", "kvstore.tier"},
+    "kvstore.watches": {
+        "kvstore.directory",
+        "kvstore.errors",
+        "kvstore.journal",
+        "kvstore.leases",
+        "kvstore.tier",
+    },
     "kvstore.hierarchy": {
         "kvstore.arena",
         "kvstore.arrivals",
@@ -115,6 +124,7 @@ LAYERS: dict[str, set[str]] = {
         "kvstore.pool",
         "kvstore.tier",
         "kvstore.transfers",
+        "kvstore.watches",
     },
     "kvstore.listing": {"kvstore.blocks", "kvstore.hierarchy", "kvstore.tier"},
     "kvstore.prefetch": {"kvstore.blocks", "kvstore.directory", "kvstore.hierarchy", "kvstore.tier"},
@@ -138,6 +148,7 @@ LAYERS: dict[str, set[str]] = {
         "kvstore.wire",
     },
     "kvstore.found": {"kvstore.arena", "kvstore.remote"},
+    "kvstore.following": {"kvstore.arena", "kvstore.connection", "kvstore.wire"},
     # The two name each other's types; at run time only the client imports.
     "kvstore.insert": {"kvstore.blocks", "kvstore.client", "kvstore.engine_calls", "kvstore.errors", "kvstore.remote"},
     "kvstore.engine_calls": {
@@ -157,6 +168,7 @@ LAYERS: dict[str, set[str]] = {
         "kvstore.endpoint",
         "kvstore.engine_calls",
         "kvstore.errors",
+        "kvstore.following",
         "kvstore.found",
         "kvstore.insert",
         "kvstore.remote",
@@ -164,12 +176,15 @@ LAYERS: dict[str, set[str]] = {
     },
     "kvstore.tensors": {"kvstore.errors"},
     "kvstore.buffer": {
+        "kvstore.arena",
         "kvstore.blocks",
         "kvstore.buffer",
         "kvstore.client",
         "kvstore.engine_calls",
         "kvstore.errors",
+        "kvstore.following",
         "kvstore.insert",
+        "kvstore.remote",
         "kvstore.tensors",
     },
     "kvstore.engine": {

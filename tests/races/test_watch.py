@@ -12,8 +12,9 @@ from kvstore.blocks import Namespace
 from kvstore.directory import Block
 from kvstore.errors import LimitExceeded
 from kvstore.hierarchy import Hierarchy
+from kvstore.journal import Change
 from kvstore.leases import Session
-from kvstore.testing import FakeClock, SteppedLoop, check_idle
+from kvstore.testing import FakeClock, SteppedLoop, check_idle, check_invariants
 
 Watching = asyncio.Task[list[Block]]
 
@@ -35,7 +36,7 @@ class Scene:
         self.hierarchy.commit(self.other, self.space, offsets, keys)
 
     def watch(self, seen: int, *, by: Session | None = None, limit: int = 100, wait_s: float = 60) -> Watching:
-        call = self.hierarchy.watch(by or self.one, self.space, seen, limit=limit, wait_s=wait_s)
+        call = self.hierarchy.watches.watch(by or self.one, self.space, seen, limit=limit, wait_s=wait_s)
         task = self.loop.create_task(call)
         self.loop.settle()
         return task
@@ -146,3 +147,120 @@ def test_a_large_group_is_refused(scene: Scene) -> None:
     task = scene.watch(0, limit=10)
     with pytest.raises(LimitExceeded, match="keys_max"):
         task.result()
+
+
+# -- following ---------------------------------------------------------------------------------------------------------
+
+Following = asyncio.Task[tuple[bool, list[bytes]]]
+
+
+class Follower:
+    """Asks for what changed since the last answer."""
+
+    def __init__(self, scene: Scene, wanted: Change | None = None, kinds: bytes = b"") -> None:
+        self.scene, self.wanted, self.kinds = scene, wanted, kinds
+        self.seen = 0
+
+    def ask(self, *, limit: int = 100, wait_s: float = 60) -> Following:
+        scene = self.scene
+        task = scene.loop.create_task(
+            scene.hierarchy.watches.follow(
+                scene.one,
+                scene.space,
+                self.seen,
+                limit=limit,
+                wait_s=wait_s,
+                wanted=self.wanted,
+                kinds=self.kinds,
+            )
+        )
+        scene.loop.settle()
+        if task.done():
+            self.noted()
+        return task
+
+    def noted(self) -> None:
+        assert self.scene.space.journal is not None
+        self.seen = self.scene.space.journal.position
+
+
+def test_a_follower_is_told_everything_once_and_then_what_changed(scene: Scene) -> None:
+    scene.store(b"a", b"b")
+    follower = Follower(scene)
+    assert follower.ask().result() == (True, [b"a", b"b"])
+    task = follower.ask()
+    assert not task.done()
+    scene.store(b"c")
+    scene.loop.settle()
+    assert task.result() == (False, [b"c"])
+    follower.noted()
+    scene.claim(b"a")
+    scene.hierarchy.delete(scene.space, [b"b"])
+    scene.store(b"d", b"b")
+    assert follower.ask().result() == (False, [b"a", b"b", b"d"])
+    assert follower.ask(wait_s=0).result() == (False, [])
+
+
+@pytest.mark.parametrize("how", ["store", "delete", "claim", "give back", "evict", "other kind"])
+def test_only_the_wanted_changes_end_a_wait(scene: Scene, how: str) -> None:
+    scene.store(b"a", b"z")
+    coming, going = Follower(scene, Change.CAME, b"ab"), Follower(scene, Change.GONE)
+    scene.claim(b"z")
+    coming.ask(), going.ask()
+    tasks = coming.ask(), going.ask()
+    if how == "store":
+        scene.store(b"b")
+    elif how == "delete":
+        scene.hierarchy.delete(scene.space, [b"a"])
+    elif how == "claim":
+        scene.claim(b"a")
+    elif how == "give back":
+        scene.claim(b"a")
+        scene.hierarchy.end_session(scene.other)
+    elif how == "evict":
+        scene.hierarchy.pool.evict(32 << 20, 1)
+    else:
+        scene.store(b"x")
+    scene.loop.settle()
+    assert [task.done() for task in tasks] == [how in ("store", "give back"), how == "delete"]
+    scene.loop.advance(61)
+    assert all(task.done() for task in tasks)
+
+
+def test_who_is_too_far_behind_is_told_everything(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvstore.journal._EVENTS_MAX", 4)
+    follower = Follower(scene)
+    assert follower.ask().result() == (True, [])
+    scene.store(b"a", b"b", b"c", b"d")
+    assert follower.ask().result() == (False, [b"a", b"b", b"c", b"d"])
+    scene.hierarchy.delete(scene.space, [b"a"])
+    scene.store(b"e", b"f", b"g", b"h")
+    assert follower.ask().result() == (True, [b"b", b"c", b"d", b"e", b"f", b"g", b"h"])
+    follower.seen += 1  # of another life of the daemon
+    assert follower.ask().result()[0]
+    follower.seen = 0
+    task = follower.ask(limit=6)
+    with pytest.raises(LimitExceeded, match="keys_max"):
+        task.result()
+
+
+# -- keeping -----------------------------------------------------------------------------------------------------------
+
+
+def test_what_a_session_keeps_stays_until_it_is_removed_or_the_session_ends(scene: Scene) -> None:
+    hierarchy = scene.hierarchy
+    offsets = hierarchy.reserve(scene.other, scene.space, 3).offsets
+    hierarchy.commit(scene.other, scene.space, offsets, [b"a", b"b", b"c"], keep=True)
+    check_invariants(hierarchy)
+    assert hierarchy.pool.evict(32 << 20, 10) == 0
+    assert hierarchy.delete(scene.space, [b"a"]) == 1  # by whomever
+    assert hierarchy.pool.block_count == 2
+    lease = hierarchy.acquire(scene.one, scene.space, [b"b"])
+    assert lease is not None and hierarchy.delete(scene.space, [b"b"]) == 1
+    assert hierarchy.pool.block_count == 2  # a reader looks at it still
+    hierarchy.release(scene.one, [lease.id])
+    assert hierarchy.pool.block_count == 1
+    check_invariants(hierarchy)
+    hierarchy.end_session(scene.other)
+    check_invariants(hierarchy)
+    assert list(scene.space.blocks) == [b"c"] and hierarchy.pool.evict(32 << 20, 10) == 1

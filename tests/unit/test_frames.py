@@ -126,7 +126,7 @@ def test_half_a_frame_is_finished_before_the_next(line: tuple[FramedCalls, socke
     large = engine_pb2.LookupRequest(namespace=b"x" * (4 << 20))  # more than a socket holds
     with pytest.raises(DeadlineExceeded):
         calls.call("Lookup", large, 0.001)
-    calls.post("Release", engine_pb2.ReleaseRequest(leases=[5]), 0.001)  # not sent either: nothing is read
+    calls.post([("Release", engine_pb2.ReleaseRequest(leases=[5]))], 0.001)  # not sent either: nothing is read
 
     def serve() -> None:
         first, second, third = peer.next(), peer.next(), peer.next()
@@ -152,7 +152,7 @@ def test_callers_whose_time_is_up_leave_nothing_behind(line: tuple[FramedCalls, 
     for group in range(5):
         with pytest.raises(DeadlineExceeded):
             calls.call("Lookup", engine_pb2.LookupRequest(namespace=large.namespace, group=group), 0.001)
-        calls.post("Release", engine_pb2.ReleaseRequest(leases=[group]), 0.001)
+        calls.post([("Release", engine_pb2.ReleaseRequest(leases=[group]))], 0.001)
     peer = Peer(theirs)
     seen: list[tuple[int, int]] = []
 
@@ -221,4 +221,4 @@ def test_whoever_waits_is_told_when_the_peer_goes(line: tuple[FramedCalls, socke
     with pytest.raises(DaemonUnavailable):
         calls.call("Ping", admin_pb2.PingRequest(), PATIENCE_S)
     with pytest.raises(DaemonUnavailable):
-        calls.post("Ping", admin_pb2.PingRequest(), PATIENCE_S)
+        calls.post([("Ping", admin_pb2.PingRequest())], PATIENCE_S)

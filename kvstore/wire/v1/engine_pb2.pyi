@@ -7,6 +7,12 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class WatchFor(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    WATCH_FOR_ANYTHING: _ClassVar[WatchFor]
+    WATCH_FOR_COMING: _ClassVar[WatchFor]
+    WATCH_FOR_GOING: _ClassVar[WatchFor]
+
 class Shortfall(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     SHORTFALL_NONE: _ClassVar[Shortfall]
@@ -23,6 +29,9 @@ class Outcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     OUTCOME_STORED: _ClassVar[Outcome]
     OUTCOME_EXISTS: _ClassVar[Outcome]
     OUTCOME_NOT_RESERVED: _ClassVar[Outcome]
+WATCH_FOR_ANYTHING: WatchFor
+WATCH_FOR_COMING: WatchFor
+WATCH_FOR_GOING: WatchFor
 SHORTFALL_NONE: Shortfall
 SHORTFALL_PINNED: Shortfall
 SHORTFALL_SHARE: Shortfall
@@ -94,14 +103,16 @@ class Draining(_message.Message):
     def __init__(self, reason: _Optional[str] = ...) -> None: ...
 
 class OpenNamespaceRequest(_message.Message):
-    __slots__ = ("session", "text", "group_bytes")
+    __slots__ = ("session", "text", "group_bytes", "pool_only")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     GROUP_BYTES_FIELD_NUMBER: _ClassVar[int]
+    POOL_ONLY_FIELD_NUMBER: _ClassVar[int]
     session: bytes
     text: str
     group_bytes: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, session: _Optional[bytes] = ..., text: _Optional[str] = ..., group_bytes: _Optional[_Iterable[int]] = ...) -> None: ...
+    pool_only: bool
+    def __init__(self, session: _Optional[bytes] = ..., text: _Optional[str] = ..., group_bytes: _Optional[_Iterable[int]] = ..., pool_only: _Optional[bool] = ...) -> None: ...
 
 class OpenNamespaceReply(_message.Message):
     __slots__ = ("digest",)
@@ -248,28 +259,42 @@ class ReleaseReply(_message.Message):
     def __init__(self, released: _Optional[int] = ..., removed: _Optional[int] = ...) -> None: ...
 
 class WatchRequest(_message.Message):
-    __slots__ = ("session", "namespace", "group", "seen", "wait_ms")
+    __slots__ = ("session", "namespace", "group", "seen", "wait_ms", "follow", "wanted", "kinds")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
     SEEN_FIELD_NUMBER: _ClassVar[int]
     WAIT_MS_FIELD_NUMBER: _ClassVar[int]
+    FOLLOW_FIELD_NUMBER: _ClassVar[int]
+    WANTED_FIELD_NUMBER: _ClassVar[int]
+    KINDS_FIELD_NUMBER: _ClassVar[int]
     session: bytes
     namespace: bytes
     group: int
     seen: int
     wait_ms: int
-    def __init__(self, session: _Optional[bytes] = ..., namespace: _Optional[bytes] = ..., group: _Optional[int] = ..., seen: _Optional[int] = ..., wait_ms: _Optional[int] = ...) -> None: ...
+    follow: bool
+    wanted: WatchFor
+    kinds: bytes
+    def __init__(self, session: _Optional[bytes] = ..., namespace: _Optional[bytes] = ..., group: _Optional[int] = ..., seen: _Optional[int] = ..., wait_ms: _Optional[int] = ..., follow: _Optional[bool] = ..., wanted: _Optional[_Union[WatchFor, str]] = ..., kinds: _Optional[bytes] = ...) -> None: ...
 
 class WatchReply(_message.Message):
-    __slots__ = ("changes", "keys", "claimed")
+    __slots__ = ("changes", "keys", "claimed", "whole", "gone", "offsets", "epochs")
     CHANGES_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
     CLAIMED_FIELD_NUMBER: _ClassVar[int]
+    WHOLE_FIELD_NUMBER: _ClassVar[int]
+    GONE_FIELD_NUMBER: _ClassVar[int]
+    OFFSETS_FIELD_NUMBER: _ClassVar[int]
+    EPOCHS_FIELD_NUMBER: _ClassVar[int]
     changes: int
     keys: _containers.RepeatedScalarFieldContainer[bytes]
     claimed: bytes
-    def __init__(self, changes: _Optional[int] = ..., keys: _Optional[_Iterable[bytes]] = ..., claimed: _Optional[bytes] = ...) -> None: ...
+    whole: bool
+    gone: _containers.RepeatedScalarFieldContainer[bytes]
+    offsets: bytes
+    epochs: bytes
+    def __init__(self, changes: _Optional[int] = ..., keys: _Optional[_Iterable[bytes]] = ..., claimed: _Optional[bytes] = ..., whole: _Optional[bool] = ..., gone: _Optional[_Iterable[bytes]] = ..., offsets: _Optional[bytes] = ..., epochs: _Optional[bytes] = ...) -> None: ...
 
 class ReserveRequest(_message.Message):
     __slots__ = ("session", "namespace", "group", "count", "wait_ms", "keys", "request_id")
@@ -304,7 +329,7 @@ class ReserveReply(_message.Message):
     def __init__(self, generation: _Optional[bytes] = ..., offsets: _Optional[bytes] = ..., epochs: _Optional[bytes] = ..., shortfall: _Optional[_Union[Shortfall, str]] = ..., exists: _Optional[bytes] = ...) -> None: ...
 
 class CommitRequest(_message.Message):
-    __slots__ = ("session", "namespace", "group", "offsets", "keys", "epochs", "parent")
+    __slots__ = ("session", "namespace", "group", "offsets", "keys", "epochs", "parent", "keep")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
@@ -312,6 +337,7 @@ class CommitRequest(_message.Message):
     KEYS_FIELD_NUMBER: _ClassVar[int]
     EPOCHS_FIELD_NUMBER: _ClassVar[int]
     PARENT_FIELD_NUMBER: _ClassVar[int]
+    KEEP_FIELD_NUMBER: _ClassVar[int]
     session: bytes
     namespace: bytes
     group: int
@@ -319,7 +345,8 @@ class CommitRequest(_message.Message):
     keys: _containers.RepeatedScalarFieldContainer[bytes]
     epochs: bytes
     parent: bytes
-    def __init__(self, session: _Optional[bytes] = ..., namespace: _Optional[bytes] = ..., group: _Optional[int] = ..., offsets: _Optional[bytes] = ..., keys: _Optional[_Iterable[bytes]] = ..., epochs: _Optional[bytes] = ..., parent: _Optional[bytes] = ...) -> None: ...
+    keep: bool
+    def __init__(self, session: _Optional[bytes] = ..., namespace: _Optional[bytes] = ..., group: _Optional[int] = ..., offsets: _Optional[bytes] = ..., keys: _Optional[_Iterable[bytes]] = ..., epochs: _Optional[bytes] = ..., parent: _Optional[bytes] = ..., keep: _Optional[bool] = ...) -> None: ...
 
 class CommitReply(_message.Message):
     __slots__ = ("outcomes",)

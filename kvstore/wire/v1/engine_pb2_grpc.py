@@ -155,8 +155,8 @@ class EngineServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Watch(self, request, context):
-        """The keys of a whole group that are in the pool, as soon as something changed there. Pins nothing. For groups of few
-        blocks that several processes speak through; a group of more than keys_max blocks is refused.
+        """The keys of a whole group that are in the pool, or with `follow` what changed in it, as soon as something did. Pins
+        nothing. For groups of few blocks that several processes speak through; more than keys_max keys are refused.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
