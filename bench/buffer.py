@@ -9,7 +9,8 @@ What is compared
             transformers has them: each head of a block is a piece of its own.
             memcpy: the same bytes from the same slots into private memory of the same size, block by block.
     first   How long until the first layer is there, as a share of the whole load.
-    insert and drop_select of small entries are counted, not compared: entries a second through one buffer.
+    insert and drop_select of small entries are counted, not compared: one after the other, each waited for, through one
+    buffer of one process; and from one process into another, which takes out whatever comes.
 """
 
 from __future__ import annotations
@@ -211,6 +212,32 @@ def measure_entries(endpoint: str, count: int, report: Report) -> None:
         took = seconds(lambda: [turn() for _ in range(count)])
     report.rows.append(("LookupBuffer, 80 KB entries in and out", f"{count / took:.0f} a second", "", "", ""))
     report.figures["entries_per_s"] = round(count / took, 1)
+    spawn: Any = multiprocessing.get_context("spawn")
+    line, theirs = spawn.Pipe()
+    process = spawn.Process(target=_insert, args=(endpoint, 4 * count, theirs), daemon=True)
+    process.start()
+    with LookupBuffer("through", endpoint, timeout_s=_PATIENCE_S) as buffer:
+        line.recv()
+        line.send("go")
+
+        def drain() -> None:
+            for _ in range(4 * count):
+                assert buffer.drop_select(None, None, _PATIENCE_S) is not None
+
+        took = seconds(drain)
+    process.join(_PATIENCE_S)
+    report.rows.append(("  from process to process", f"{4 * count / took:.0f} a second", "", "", ""))
+    report.figures["entries_through_per_s"] = round(4 * count / took, 1)
+
+
+def _insert(endpoint: str, count: int, line: Connection) -> None:
+    """The inserting process."""
+    tokens, value = np.arange(100), np.zeros(40_000, np.uint8)
+    with LookupBuffer("through", endpoint, timeout_s=_PATIENCE_S) as buffer:
+        line.send("ready")
+        line.recv()
+        tickets = [buffer.insert(tokens, None, value, value, None) for _ in range(count)]
+        assert all(ticket.wait(_PATIENCE_S).stored for ticket in tickets)
 
 
 @click.command()
