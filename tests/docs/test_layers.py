@@ -217,6 +217,7 @@ LAYERS: dict[str, set[str]] = {
         "kvstore.directory",
         "kvstore.errors",
         "kvstore.hierarchy",
+        "kvstore.journal",
         "kvstore.leases",
         "kvstore.listing",
         "kvstore.pool",
