@@ -30,6 +30,9 @@ _PAUSE_S: Final = 0.05
 _ROOM_S: Final = 1.0
 #: How long an entry that could not be brought up is left alone.
 _ABSENT_S: Final = 5.0
+#: How old the list may be that an entry is taken from.
+#: Within that time one that was given back may be passed over for a younger one.
+_FRESH_S: Final = 0.01
 #: Entries and bytes that are stored in one go.
 _BATCH_MAX: Final = 64
 _BATCH_BYTES: Final = 64 << 20
@@ -102,9 +105,10 @@ class LookupBuffer:
         self._records = Records(self._client)
         self._library = library
         self._max_bytes = max_bytes
-        self._lock = threading.Lock()  # guards the four below
+        self._lock = threading.Lock()  # guards the five below
         self._list = Following()
         self._told = b""  # generation that the list is of
+        self._looked = float("-inf")  # when it was brought up to date
         self._heads: dict[bytes, Head] = {}  # of entries in the list
         self._absent: dict[bytes, float] = {}  # entries in the list that could not be had, and until when
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
@@ -251,13 +255,27 @@ class LookupBuffer:
         query = None if tokens is None else Prefixes(tokens)
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         wait_s = 0.0  # the first look does not wait
+        spots = self._recent()  # and is not needed where something matches that was listed just now
         while True:
-            for key, spot, head in self._known(self._look(wait_s)):
+            for key, spot, head in self._known(spots or self._look(wait_s)):
                 if self._answers(head, query) and (entry := self._take(key, spot, head, query)) is not None:
                     return entry
+            if spots:
+                spots = []
+                continue
             wait_s = _WAIT_S if deadline is None else min(_WAIT_S, deadline - time.monotonic())
             if wait_s <= 0:
                 return None
+
+    def _recent(self) -> list[tuple[bytes, Spot]]:
+        """What nobody had claimed a moment ago, in the order in which it came."""
+        with self._lock:
+            if time.monotonic() - self._looked > _FRESH_S:
+                return []
+            return self._unclaimed()
+
+    def _unclaimed(self) -> list[tuple[bytes, Spot]]:
+        return [item for item in self._list.spots.items() if not item[1].claimed]
 
     def _look(self, wait_s: float) -> list[tuple[bytes, Spot]]:
         """What nobody has claimed, in the order in which it came."""
@@ -270,7 +288,8 @@ class LookupBuffer:
                 self._list.take(changes)
                 for key in changes.gone if not changes.whole else self._heads.keys() - self._list.spots.keys():
                     self._heads.pop(key, None)
-            return [(key, spot) for key, spot in self._list.spots.items() if not spot.claimed]
+            self._looked = time.monotonic()
+            return self._unclaimed()
 
     def _known(self, spots: list[tuple[bytes, Spot]]) -> Iterator[tuple[bytes, Spot, Head]]:
         """The heads of entries, read where they are new. Those that have left the pool come up again, all at once."""
@@ -327,6 +346,12 @@ class LookupBuffer:
         if spot.resting and not self._records.heads([key]):  # brings it up
             return None
         lease = self._client.claim([key])
+        # What others do to it later is told by the next look.
+        with self._lock:
+            if lease.id:
+                self._list.spots.pop(key, None)
+            elif key in self._list.spots:
+                self._list.spots[key] = spot._replace(claimed=True)
         if not lease.id:
             return None
         entry: Entry | None = None
