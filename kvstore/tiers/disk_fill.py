@@ -132,7 +132,7 @@ def fill(
         stale += records.names(np.flatnonzero(left_out))
     uses[at[rows]] = np.maximum(sequences[rows], uses[at[rows]])
     books.sequence = max(books.sequence, int(uses.max(initial=0)) + 1, known.ceiling)
-    used = np.where(raw, GONE | RAW, GONE).astype(np.uint64) | np.uint64(books.sequence - 1)
+    used = np.where(raw, np.uint64(GONE | RAW), np.uint64(GONE)) | np.uint64(books.sequence - 1)
     used[at[rows]] = uses[at[rows]]
     rows = rows[np.argsort(used[at[rows]])]  # no two are equal, and a stable sort takes three times as long
     names = records.names(rows)
