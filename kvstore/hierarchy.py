@@ -83,15 +83,16 @@ class Hierarchy:
         self.arena = arena
         self.pool = Pool(arena)
         self.arrivals = Arrivals(arena, self.pool.give_back)
-        self.transfers = Transfers(self.pool, tiers, write_policy, clock, self._wake, self._wake_reservers, keepers)
+        self.watches = Watches(lambda keyspace: self.transfers.tiers_of(keyspace), lambda: self.draining)
+        self.transfers = Transfers(
+            self.pool, tiers, write_policy, clock, self.watches.wake, self._wake_reservers, keepers
+        )
         self.sessions = LeaseTable(clock)
         self.extents = Extents(self.transfers, self.sessions)
         self.namespaces = Namespaces(tiers)
-        self.watches = Watches(self.transfers.tiers_of, lambda: self.draining)
         self.counts = Counts()
         self.draining = False
         self._progress: asyncio.Future[None] | None = None
-        self._waiting = 0
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
@@ -215,7 +216,7 @@ class Hierarchy:
                     continue
                 if pending and missing not in keyspace.coming:
                     left = min(left, _NO_ROOM_S)  # there was no room to bring it up; nobody tells when there is
-            await self._wait_for(keyspace, missing, left)
+            await self.watches.wait_for(keyspace, missing, left)
             # The world has changed: keys came and went, other callers claimed, this session may have ended. Nothing
             # that was seen above is used again.
             if session.ended or request_id in session.forgotten:
@@ -224,33 +225,6 @@ class Hierarchy:
             claimed = missing in keyspace.blocks
             self.counts.misses["claimed" if claimed else "absent"] += len(keys) - len(run)
         return self._grant(session, keyspace, run, drop, request_id) if run else None
-
-    async def _wait_for(self, keyspace: Keyspace, key: bytes, timeout_s: float) -> None:
-        woken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        queue = keyspace.waiters.setdefault(key, [])
-        queue.append(woken)
-        self._waiting += 1
-        try:
-            async with asyncio.timeout(timeout_s):
-                await woken
-        except TimeoutError:
-            pass
-        finally:
-            self._waiting -= 1
-            # Everyone is woken at once and asks again, so a wake-up that comes too late takes nothing from the others.
-            if not woken.done() or woken.cancelled():
-                queue.remove(woken)
-                if not queue and keyspace.waiters.get(key) is queue:
-                    del keyspace.waiters[key]
-
-    def _changed(self, keyspace: Keyspace) -> None:
-        self.watches.changed(keyspace)
-
-    def _wake(self, keyspace: Keyspace, key: bytes) -> None:
-        self._changed(keyspace)
-        for woken in keyspace.waiters.pop(key, ()):
-            if not woken.done():
-                woken.set_result(None)
 
     def _grant(self, session: Session, keyspace: Keyspace, run: list[Block], drop: bool, request_id: int) -> Lease:
         for block in run:
@@ -296,7 +270,7 @@ class Hierarchy:
             if remove:
                 removed += sum(self.pool.remove(block, "dropped") for block in lease.blocks)
                 for block in lease.blocks[:1]:  # a lease is over blocks of one group
-                    self._changed(block.keyspace)
+                    self.watches.changed(block.keyspace)
             if not hold:
                 del session.leases[lease.id]
                 self._end_lease(lease)
@@ -335,7 +309,7 @@ class Hierarchy:
                 block.claim = 0
                 if block.keyspace.journal is not None:
                     block.keyspace.journal.given_back(block.key)
-                self._wake(block.keyspace, block.key)
+                self.watches.wake(block.keyspace, block.key)
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
@@ -459,13 +433,13 @@ class Hierarchy:
                     self.pool.keep(block, session.kept)
                 outcomes.append(Outcome.STORED)
                 if keyspace.waiters:
-                    self._wake(keyspace, key)
+                    self.watches.wake(keyspace, key)
             chain.append(block)
             fates.append(outcomes[-1])
             before = block
         self.pool.touch(chain)
         if Outcome.STORED in fates:
-            self._changed(keyspace)
+            self.watches.changed(keyspace)
         if self.transfers.tiers:
             self.transfers.offer(
                 [block for block, outcome in zip(chain, fates, strict=True) if outcome is Outcome.STORED]
@@ -543,7 +517,7 @@ class Hierarchy:
             for key in keys:
                 keyspace.journal.gone(key)  # also where it rests below
         if removed:
-            self._changed(keyspace)
+            self.watches.changed(keyspace)
         return removed
 
     async def delete_everywhere(self, keyspace: Keyspace, keys: Sequence[bytes], *, from_peer: bool = False) -> int:
@@ -569,7 +543,7 @@ class Hierarchy:
             for keyspace in self.namespaces.keyspaces(digest):
                 if keyspace.journal is not None:
                     keyspace.journal.forget_resting()
-                    self._changed(keyspace)
+                    self.watches.changed(keyspace)
             while step := self.flush(digest, _STEP_BLOCKS):
                 removed += step
                 await asyncio.sleep(0)  # engines come first; what they store meanwhile is flushed too
@@ -591,7 +565,7 @@ class Hierarchy:
                 doomed.append(block)
         removed = sum(self.pool.remove(block, "flushed") for block in doomed)
         for keyspace in {block.keyspace for block in doomed}:
-            self._changed(keyspace)
+            self.watches.changed(keyspace)
         return removed
 
     # -- sessions --------------------------------------------------------------------------------------------------
@@ -626,12 +600,10 @@ class Hierarchy:
     @property
     def waiting(self) -> int:
         """How many calls of select and watch wait."""
-        return self._waiting + self.watches.waiting
+        return self.watches.waiting
 
     def wake_all(self) -> None:
         """Lets everyone who waits look again; for draining."""
         self._wake_reservers()
         for keyspace in self.namespaces.keyspaces(None):
-            self._changed(keyspace)
-            for key in list(keyspace.waiters):
-                self._wake(keyspace, key)
+            self.watches.wake_all(keyspace)

@@ -1,4 +1,4 @@
-"""Watching groups of blocks: whoever waits learns of each change. On the hierarchy's thread."""
+"""Waiting for a block to come, and watching groups of blocks. On the hierarchy's thread."""
 
 from __future__ import annotations
 
@@ -38,6 +38,38 @@ class Watches:
         if keyspace.watcher is not None:
             keyspace.watcher.set_result(None)
             keyspace.watcher = None
+
+    def wake(self, keyspace: Keyspace, key: bytes) -> None:
+        """A key has come, or the claim on it has gone: those who wait for it look again."""
+        self.changed(keyspace)
+        for woken in keyspace.waiters.pop(key, ()):
+            if not woken.done():
+                woken.set_result(None)
+
+    def wake_all(self, keyspace: Keyspace) -> None:
+        """Lets all who wait for something in a group look again."""
+        self.changed(keyspace)
+        for key in list(keyspace.waiters):
+            self.wake(keyspace, key)
+
+    async def wait_for(self, keyspace: Keyspace, key: bytes, timeout_s: float) -> None:
+        """Returns when wake is called for a key, or the time is up."""
+        woken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        queue = keyspace.waiters.setdefault(key, [])
+        queue.append(woken)
+        self.waiting += 1
+        try:
+            async with asyncio.timeout(timeout_s):
+                await woken
+        except TimeoutError:
+            pass
+        finally:
+            self.waiting -= 1
+            # Everyone is woken at once and asks again, so a wake-up that comes too late takes nothing from the others.
+            if not woken.done() or woken.cancelled():
+                queue.remove(woken)
+                if not queue and keyspace.waiters.get(key) is queue:
+                    del keyspace.waiters[key]
 
     async def watch(self, session: Session, keyspace: Keyspace, seen: int, *, limit: int, wait_s: float) -> list[Block]:
         """Every block of a group that is in the pool, in the order in which they came, as soon as
