@@ -150,21 +150,47 @@ def huge_tmpfs(folder: Path) -> Iterator[Path | None]:
         subprocess.run(["umount", str(point)], check=True)
 
 
-async def compare(report: Report, folder: Path, block_bytes: int, total_bytes: int, rounds: int) -> None:
-    """Ours and fio in turn, for both kinds of pages."""
+#: By kind of pages, way and side, a figure for each round.
+Results = dict[tuple[HugePages, str, str], list[Measured]]
+
+
+async def compare(report: Report, folder: Path, block_bytes: int, total_bytes: int, setups: int, rounds: int) -> None:
+    """Ours and fio in turn, for both kinds of pages.
+
+    Files and memory are made anew for each of the set-ups: where they come to lie changes either side by a third, and
+    stays as it is for as long as they live.
+    """
+    results: Results = {}
+    hashing: list[float] = []
+    sides: dict[HugePages, Ours] = {}
+    with Progress(transient=True) as progress:
+        for _ in progress.track(range(setups), description=f"blocks of {block_bytes >> 10} KiB"):
+            sides, fio_has_huge = await _setup(folder, block_bytes, total_bytes, rounds, results, hashing)
+            for path in folder.iterdir():
+                if path.is_dir():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink()
+    for kind, ours in sides.items():
+        _report(report, kind, ours, results, fio_has_huge)
+    report.notes.append(
+        f"{block_bytes >> 10} KiB: of ours, xxh3 of the bytes takes {statistics.median(hashing):.3f} s of CPU per GiB"
+    )
+
+
+async def _setup(
+    folder: Path, block_bytes: int, total_bytes: int, rounds: int, results: Results, hashing: list[float]
+) -> tuple[dict[HugePages, Ours], bool]:
     file = folder / "fio.dat"
     fio(file, "write", 1 << 20, total_bytes, "malloc")
-    with huge_tmpfs(folder) as huge, Progress(transient=True) as progress:
+    with huge_tmpfs(folder) as huge:
         memories: dict[HugePages, str] = {"auto": f"mmapshared:{huge}" if huge else "malloc", "off": "malloc"}
         sides = {kind: Ours(folder / f"tier-{kind}", block_bytes, total_bytes, kind) for kind in memories}
         for ours in sides.values():
             await ours.open()
-        results: dict[tuple[HugePages, str, str], list[Measured]] = {}
-        hashing: list[float] = []
-        for number in progress.track(range(rounds), description=f"blocks of {block_bytes >> 10} KiB"):
+        for number in range(rounds):
             # The order changes, so that nobody always runs after the same neighbour.
-            order = list(memories) if number % 2 else list(memories)[::-1]
-            for kind in order:
+            for kind in list(memories) if number % 2 else list(memories)[::-1]:
                 for side in ("fio", "ours") if number // 2 % 2 else ("ours", "fio"):
                     if side == "ours":
                         written, read = await sides[kind].round()
@@ -175,25 +201,17 @@ async def compare(report: Report, folder: Path, block_bytes: int, total_bytes: i
                     results.setdefault((kind, "write", side), []).append(written)
                     results.setdefault((kind, "read", side), []).append(read)
                 hashing.append(sides[kind].hash_s_per_gib())
-        for kind, ours in sides.items():
-            _report(report, kind, ours, results, huge is not None)
+        for ours in sides.values():
             await ours.tier.close()
             ours.memory.buffer.release()
-    report.notes.append(
-        f"{block_bytes >> 10} KiB: of ours, xxh3 of the bytes takes {statistics.median(hashing):.3f} s of CPU per GiB"
-    )
-    for path in folder.iterdir():
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
+    return sides, huge is not None
 
 
 def _report(
     report: Report,
     kind: HugePages,
     ours: Ours,
-    results: dict[tuple[HugePages, str, str], list[Measured]],
+    results: Results,
     fio_has_huge: bool,
 ) -> None:
     backing = ours.memory.backing.kind
@@ -296,12 +314,12 @@ def main(smoke: bool, folder: Path | None) -> None:
     if shutil.which("fio") is None:
         raise SystemExit("fio is needed: apt-get install fio")
     report = Report("disk", ("case", "ours GB/s", "fio GB/s", "ratio", "cpu s/GiB, ours / fio", "goal"))
-    rounds = 1 if smoke else 9
+    setups, rounds = (1, 1) if smoke else (5, 4)
     with tempfile.TemporaryDirectory(prefix="kvstore-bench-", dir=folder) as name:
         place = Path(name)
         for block_bytes in _GOALS:
             total_bytes = (32 << 20) if smoke else (512 << 20) if block_bytes > 1 << 20 else (256 << 20)
-            asyncio.run(compare(report, place, block_bytes, total_bytes, rounds))
+            asyncio.run(compare(report, place, block_bytes, total_bytes, setups, rounds))
         asyncio.run(restart(report, place, 10_000 if smoke else 1_000_000, 1 if smoke else 5))
     report.show()
 

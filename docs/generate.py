@@ -6,6 +6,7 @@ exit code is 1 if a part is stale; tests/docs does the same.
 
 from __future__ import annotations
 
+import inspect
 import re
 import sys
 from collections.abc import Callable
@@ -80,7 +81,9 @@ def settings() -> str:
 
 def limits() -> str:
     """Every limit of the wire, with its reason from the docstring of Limits."""
-    reasons = dict(re.findall(r"^        (\w+): (.+(?:\n            .+)*)", Limits.__doc__ or "", re.MULTILINE))
+    reasons = dict(
+        re.findall(r"^    (\w+): (.+(?:\n        .+)*)", inspect.cleandoc(Limits.__doc__ or ""), re.MULTILINE)
+    )
     values = Limits()
     lines = ["| limit | value | reason |", "|---|---|---|"]
     for name in Limits.__slots__:

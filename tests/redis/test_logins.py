@@ -43,9 +43,24 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A CA, and a certificate of 127.0.0.1 for both sides."""
     folder = tmp_path_factory.mktemp("certificates")
     curve = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
-    openssl(folder, "req", "-x509", *curve, "-keyout", "ca.key", "-out", "ca.pem", "-subj", "/CN=ca", "-days", "2")
+    openssl(
+        folder,
+        "req",
+        "-x509",
+        *curve,
+        "-keyout",
+        "ca.key",
+        "-out",
+        "ca.pem",
+        "-subj",
+        "/CN=ca",
+        "-days",
+        "2",
+        "-addext",
+        "keyUsage=critical,keyCertSign,cRLSign",
+    )
     openssl(folder, "req", *curve, "-keyout", "server.key", "-out", "server.csr", "-subj", "/CN=server")
-    (folder / "names").write_text("subjectAltName=IP:127.0.0.1\n")
+    (folder / "names").write_text("subjectAltName=IP:127.0.0.1\nauthorityKeyIdentifier=keyid\n")
     sign = ("-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-days", "2", "-extfile", "names")
     openssl(folder, "x509", "-req", "-in", "server.csr", "-out", "server.pem", *sign)
     return folder
