@@ -66,7 +66,7 @@ class GrpcCalls:
         """See Calls. Does not wait for the last answer; the next call does: nothing else orders two gRPC calls."""
         for index, (method, request) in enumerate(calls):
             if index:
-                self._settle(timeout_s)
+                self._settle(time.monotonic() + timeout_s)
             posted = self._methods[method].future(request, timeout=timeout_s)
             with self._lock:
                 self._posted = [*(each for each in self._posted if not each.done()), posted]

@@ -284,6 +284,7 @@ class _Connection:
         self._nonce = token_bytes(NONCE_BYTES)
         self._numbers = 0
         self._known = False
+        self._session: Session | None = None  # whose the last request was
 
     def run(self) -> None:
         """Serves until the other side has gone, or is not worth it."""
@@ -291,7 +292,9 @@ class _Connection:
         port = self._port
         while (sealed := self._next()) is not None:
             try:
-                session = port._on_loop(functools.partial(port._admit, sealed, self._nonce, self._numbers - 1))
+                session = self._checked(sealed) or port._on_loop(
+                    functools.partial(port._admit, sealed, self._nonce, self._numbers - 1)
+                )
             except _Refused as refused:
                 port._count(f"refused_{refused.status.name.lower()}")
                 self._stream.limit(stall_s=port._stall_s)
@@ -300,6 +303,7 @@ class _Connection:
                     raise Garbage("the first request was refused") from None
                 continue
             self._known = True
+            self._session = session
             self._stream.limit(stall_s=port._stall_s)
             request = sealed.request
             if request.operation is Operation.CHECK:
@@ -308,6 +312,16 @@ class _Connection:
                 self._send(request, session)
             else:
                 self._receive(request, session)
+
+    def _checked(self, sealed: Sealed) -> Session | None:
+        """Who asks for epochs after bytes that he was sent here just now. That needs nothing of the loop, and a way
+        there and back takes as long as a block. None: the loop is to judge.
+        """
+        request, session = sealed.request, self._session
+        if request.operation is not Operation.CHECK or session is None or session.ended:
+            return None
+        same = request.session == session.id and request.generation == self._port._generation + session.group.id
+        return session if same and sealed.is_from(session.data_secret, self._nonce, self._numbers - 1) else None
 
     def _next(self) -> Sealed | None:
         """The next request; None where the other side has ended the connection between two."""
