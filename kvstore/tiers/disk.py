@@ -202,7 +202,8 @@ class DiskTier(Tier):
                 Lane.KEEP, lambda: load(self.folder, self.capacity_bytes, give_up_index=give_up_index)
             )
         except OSError as error:
-            self._tries += 1
+            # An index is given up for its own sake alone, not for want of descriptors or room.
+            self._tries = self._tries + 1 if error.errno == errno.EIO else 0
             # Nobody knows what is there: nothing is served until a later try gets through.
             self.health.give_up(error.errno or errno.EIO, f"opening {self.directory}: {error}")
             return

@@ -203,7 +203,7 @@ class Committer:
                 puts.append(entry)
         try:
             await self._threads.call(Lane.COMMIT, lambda: self._write(taken, [record_of(entry) for entry in puts]))
-        except (OSError, IndexDamaged) as error:
+        except Exception as error:  # memory may be short, and a file that is cut off shows in many ways
             self._untake(taken, puts)
             self.suspect = True
             code = error.errno if isinstance(error, OSError) else None

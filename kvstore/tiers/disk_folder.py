@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import fcntl
 import json
 import os
@@ -252,7 +253,10 @@ class DiskFolder:
 
     def remove_slab(self, slab: Slab) -> None:
         """Closes and removes a slab; its room is free afterwards. Nobody may be reading or writing it."""
-        os.close(slab.fd)
+        # Whoever tidies up after a failure must not close what has this number by then.
+        fd, slab.fd = slab.fd, -1
+        if fd >= 0:
+            os.close(fd)
         with contextlib.suppress(FileNotFoundError):
             self.io.unlink(self.slab_path(slab.number, slab.extent_bytes))
 
@@ -302,7 +306,13 @@ class DiskFolder:
 
     def set_index_aside(self) -> None:
         """Removes an index that is not whole: the budget has room for one. What is left says so to the next start."""
-        self.damaged_index.mkdir(mode=0o700, exist_ok=True)
+        try:
+            self.damaged_index.mkdir(mode=0o700, exist_ok=True)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            self.forget_index()  # which makes room for the sign; without it the index is simply gone
+            self.damaged_index.mkdir(mode=0o700, exist_ok=True)
         self.forget_index()
 
     def forget_index(self) -> None:

@@ -132,11 +132,15 @@ class DiskIndex:
         self._file = (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns)
 
     def check_file(self) -> None:
-        """Whether the file is what the last commit left.
+        """Whether the file is what the last commit left. Any thread; waits for a commit that goes on.
 
         Raises:
             IndexDamaged: it is another one, or it was written to or cut off.
         """
+        with self._changing:
+            self._check_file()
+
+    def _check_file(self) -> None:
         try:
             stat = self.path.stat()
         except FileNotFoundError:
@@ -231,7 +235,7 @@ class DiskIndex:
     @contextlib.contextmanager
     def _changed(self) -> Iterator[None]:
         with self._changing:
-            self.check_file()
+            self._check_file()
             try:
                 yield
             finally:
@@ -274,16 +278,17 @@ class DiskIndex:
             IndexDamaged: the file is not whole, or some of it cannot be read; the index is closed.
             OSError: it cannot be opened.
         """
-        self.check_file()
-        self.close()
-        try:
-            check_index_file(self.path)
-        except OSError as error:
-            if error.errno != errno.EIO:
-                raise
-            raise IndexDamaged(f"it cannot be read: {error}") from error
-        self._env = self._opened()
-        self._note_file()
+        with self._changing:
+            self._check_file()
+            self.close()
+            try:
+                check_index_file(self.path)
+            except OSError as error:
+                if error.errno != errno.EIO:
+                    raise
+                raise IndexDamaged(f"it cannot be read: {error}") from error
+            self._env = self._opened()
+            self._note_file()
 
     def close(self) -> None:
         self._env.close()
@@ -304,14 +309,18 @@ def write_index(folder: Path, records: Sequence[Record], namespaces: Sequence[Ti
     fresh = folder.with_name(folder.name + ".new")
     shutil.rmtree(fresh, ignore_errors=True)
     fresh.mkdir(mode=0o700)
-    index = DiskIndex(fresh, map_bytes)
     try:
-        index.commit((), (), namespaces)
-        ordered = sorted(records)
-        for at in range(0, len(ordered), _CHUNK):
-            index.commit((), ordered[at : at + _CHUNK])
-    finally:
-        index.close()
+        index = DiskIndex(fresh, map_bytes)
+        try:
+            index.commit((), (), namespaces)
+            ordered = sorted(records)
+            for at in range(0, len(ordered), _CHUNK):
+                index.commit((), ordered[at : at + _CHUNK])
+        finally:
+            index.close()
+    except BaseException:
+        shutil.rmtree(fresh, ignore_errors=True)  # others may need the room
+        raise
     shutil.rmtree(folder, ignore_errors=True)
     os.rename(fresh, folder)
     parent = os.open(folder.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -15,6 +15,7 @@ import errno
 import gc
 import itertools
 import os
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Final
 
@@ -101,8 +102,10 @@ def load(folder: DiskFolder, capacity_bytes: int, *, give_up_index: bool = False
         return _build(folder, capacity_bytes, slabs, why, give_up_index)
     except BaseException:
         for slab in slabs:
-            with contextlib.suppress(OSError):  # one that was to be removed is closed
-                os.close(slab.fd)
+            slab.forget()  # it and its entries hold each other, and few collections look at what is old
+            if slab.fd >= 0:
+                with contextlib.suppress(OSError):
+                    os.close(slab.fd)
         raise
 
 
@@ -131,10 +134,7 @@ def _build(folder: DiskFolder, capacity_bytes: int, slabs: list[Slab], rebuilt: 
     stale: list[bytes] = []
     ledger = Ledger(folder)
     file = folder.index_folder / DATA_FILE
-    collecting = gc.isenabled()
-    # A million objects that all stay: each full collection would look at all of them again.
-    gc.disable()
-    try:
+    with _no_collections():
         known = ledger.read()
         if rebuilt:
             entries = fill(books, scan_footers(folder, slabs), known, stale, from_footers=True)
@@ -150,11 +150,6 @@ def _build(folder: DiskFolder, capacity_bytes: int, slabs: list[Slab], rebuilt: 
         if shortened:
             entries = [entry for entry in entries if books.index.get(entry.key) is entry]
         tell_policies(books, entries)
-        if len(entries) >= _MANY:
-            gc.freeze()  # or the first collection looks at all of them, which takes a tenth of a second
-    finally:
-        if collecting:
-            gc.enable()
     stale += [entry.key for entry in gone]
     index = _index_of(folder, capacity_bytes, books, stale, rebuilt)
     try:
@@ -167,16 +162,47 @@ def _build(folder: DiskFolder, capacity_bytes: int, slabs: list[Slab], rebuilt: 
                 folder.remove_slab(slab)
         for slab in books.slabs.values():
             _list_free(slab)
-        with contextlib.suppress(OSError):  # a disk that is full keeps nobody from reading
+        # A disk that is full keeps nobody from reading. And damage is found again by the keeper: with slabs gone,
+        # nothing may be built anew from here.
+        with contextlib.suppress(OSError, IndexDamaged):
             room = index_bytes_for(_blocks_max(books))
             index.reserve(lambda: folder.reserve_index(room))
         with contextlib.suppress(OSError):
             ledger.write(snapshot_of(books))
         _give_back_memory()
+        if len(entries) >= _MANY:
+            gc.freeze()  # or the first collection looks at all of them, which takes a tenth of a second
         return Loaded(books, index, ledger, index.namespaces(), rebuilt, len(stale))
     except BaseException:
         index.close()
         raise
+
+
+class _Pauses:
+    """How many loads are under way, each of which wants no collections."""
+
+    lock = threading.Lock()
+    count = 0
+    collecting = True
+
+
+@contextlib.contextmanager
+def _no_collections() -> Iterator[None]:
+    """A million objects that all stay: each full collection would look at all of them again. Several devices may load
+    at once.
+    """
+    with _Pauses.lock:
+        if not _Pauses.count:
+            _Pauses.collecting = gc.isenabled()
+        _Pauses.count += 1
+        gc.disable()
+    try:
+        yield
+    finally:
+        with _Pauses.lock:
+            _Pauses.count -= 1
+            if not _Pauses.count and _Pauses.collecting:
+                gc.enable()
 
 
 def _give_back_memory() -> None:
@@ -195,17 +221,31 @@ def _index_of(folder: DiskFolder, capacity_bytes: int, books: Books, stale: Sequ
         index = DiskIndex(folder.index_folder, map_bytes, checked=True)
         try:
             if index.known_bytes <= index_bytes_for(_blocks_max(books)):
-                if stale:
-                    index.commit(stale, ())
-                return index
+                return _without(index, stale)
             namespaces = index.namespaces()
         except BaseException:
             index.close()
             raise
         index.close()
-    write_index(folder.index_folder, [record_of(entry) for entry in books.index.values()], namespaces, map_bytes)
+    try:
+        write_index(folder.index_folder, [record_of(entry) for entry in books.index.values()], namespaces, map_bytes)
+    except OSError:
+        if rebuilt or not (folder.index_folder / DATA_FILE).exists():
+            raise
+        # A disk that others have filled keeps nobody from reading: the old one is too long and otherwise as good.
+        return _without(DiskIndex(folder.index_folder, map_bytes, checked=True), stale)
     index = DiskIndex(folder.index_folder, map_bytes, checked=True)
     folder.forget_damaged_index()
+    return index
+
+
+def _without(index: DiskIndex, stale: Sequence[bytes]) -> DiskIndex:
+    try:
+        if stale:
+            index.commit(stale, ())
+    except BaseException:
+        index.close()
+        raise
     return index
 
 
