@@ -62,8 +62,10 @@ class GpuStage:
         kv, size = np.ascontiguousarray(fragments.kv), np.ascontiguousarray(fragments.size)
         with torch.cuda.device(self._device):
             self._stream.wait_event(after)
-            self._runtime.copy_batch(kv, src, size, self._handle, source_is_still=True)
-            self._emptied[half].record(self._stream)
+            try:
+                self._runtime.copy_batch(kv, src, size, self._handle, source_is_still=True)
+            finally:  # what was queued before a failure is waited for as well
+                self._emptied[half].record(self._stream)
 
     def settle(self, half: int) -> None:
         self._emptied[half].synchronize()

@@ -266,6 +266,8 @@ class Lookups:
 
     def all_wait(self, alive: Collection[str]) -> bool:
         """Whether each of these requests, and no other, has been waiting for an answer for several steps."""
+        if self._early:  # it waits for reports of workers, which come with steps
+            return False
         waiting = {req_id.removesuffix(_WINDOWS) for req_id in self._by_query.values()}
         return waiting == set(alive) and all(
             self._steps - self._requests[req_id].asked_step >= REST_STEPS for req_id in self._by_query.values()
@@ -312,7 +314,8 @@ class Lookups:
                 expected=self._expect(req_id, prefix) if prefix else NOTHING_EXPECTED,
                 drop=self._drops,
                 wait=req_id.removesuffix(_WINDOWS) not in self._only_pool,
-                direct=not (self._not_direct and any(key in self._not_direct for key in keys)),
+                # With several groups a load is put together from several answers, all of which are to be in the pool.
+                direct=self._windowed is None and not any(key in self._not_direct for key in keys),
                 runs=runs_of(keys, self._windowed) if self._windowed is not None else (),
                 tokens=tokens,
                 whole=whole,
@@ -474,6 +477,8 @@ class Lookups:
         found, pins = request.found, request.pins
         offsets, epochs = pins.offsets, pins.epochs
         if windows is not None and windows.pins is not None and windows.pins.generation == pins.generation:
+            if pins.extents or windows.pins.extents:  # never asked for, and numbers behind the offsets would clash
+                return None
             found = {**found, **{key: len(offsets) + number for key, number in windows.found.items()}}
             offsets = np.concatenate((offsets, windows.pins.offsets))
             epochs = np.concatenate((epochs, windows.pins.epochs))

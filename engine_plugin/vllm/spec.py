@@ -103,7 +103,7 @@ class KVStoreSpec(OffloadingSpec):
             self._ensure_daemon()
             assert self.namespace.block_size is not None
             policy = LoadPolicy(self.namespace.block_bytes, time.monotonic, auto=self._settings.load_policy == "auto")
-            # With several groups each key may be a run of its own, and nothing is leased on the disk.
+            # With several groups nothing is leased on the disk: see Lookups.
             direct = DirectLoads(self.config.parallel.world_size, self.namespace.block_bytes, policy, time.monotonic)
             link = DaemonLink(
                 self._connect("scheduler", self.namespace),

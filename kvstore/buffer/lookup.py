@@ -48,6 +48,11 @@ class _Job:
     ticket: Ticket
 
 
+#: Generation of a list, and the entries of it that nobody has claimed, in the order in which they came: a place means
+#: something else in another life of the pool.
+_Listed = tuple[bytes, list[tuple[bytes, Spot]]]
+
+
 class LookupBuffer:
     """A named buffer of KV caches, shared by all processes that open it under its name.
 
@@ -255,9 +260,9 @@ class LookupBuffer:
         query = None if tokens is None else Prefixes(tokens)
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         wait_s = 0.0  # the first look does not wait
-        spots = self._recent()  # and is not needed where something matches that was listed just now
+        told, spots = self._recent()  # and is not needed where something matches that was listed just now
         while True:
-            for key, spot, head in self._known(spots or self._look(wait_s)):
+            for key, spot, head in self._known(*((told, spots) if spots else self._look(wait_s))):
                 if self._answers(head, query) and (entry := self._take(key, spot, head, query)) is not None:
                     return entry
             if spots:
@@ -267,18 +272,18 @@ class LookupBuffer:
             if wait_s <= 0:
                 return None
 
-    def _recent(self) -> list[tuple[bytes, Spot]]:
-        """What nobody had claimed a moment ago, in the order in which it came."""
+    def _recent(self) -> _Listed:
+        """What nobody had claimed a moment ago."""
         with self._lock:
             if time.monotonic() - self._looked > _FRESH_S:
-                return []
+                return self._told, []
             return self._unclaimed()
 
-    def _unclaimed(self) -> list[tuple[bytes, Spot]]:
-        return [item for item in self._list.spots.items() if not item[1].claimed]
+    def _unclaimed(self) -> _Listed:
+        return self._told, [item for item in self._list.spots.items() if not item[1].claimed]
 
-    def _look(self, wait_s: float) -> list[tuple[bytes, Spot]]:
-        """What nobody has claimed, in the order in which it came."""
+    def _look(self, wait_s: float) -> _Listed:
+        """What nobody has claimed."""
         with self._lock:
             seen = self._list.seen
         changes = self._client.follow(seen, wait_s, wanted="coming")
@@ -291,12 +296,12 @@ class LookupBuffer:
             self._looked = time.monotonic()
             return self._unclaimed()
 
-    def _known(self, spots: list[tuple[bytes, Spot]]) -> Iterator[tuple[bytes, Spot, Head]]:
+    def _known(self, told: bytes, spots: list[tuple[bytes, Spot]]) -> Iterator[tuple[bytes, Spot, Head]]:
         """The heads of entries, read where they are new. Those that have left the pool come up again, all at once."""
         brought: dict[bytes, Head] | None = None
         for place, (key, spot) in enumerate(spots):
             with self._lock:
-                head, told = self._heads.get(key), self._told
+                head = self._heads.get(key)
             if head is None:
                 with contextlib.suppress(Damage):
                     head = self._records.head_at(spot, told)
@@ -367,7 +372,10 @@ class LookupBuffer:
             with contextlib.suppress(RetryLater):
                 self._client.release([lease])
             raise
-        self._client.release([lease], remove=True)
+        if not self._client.release([lease], remove=True):
+            raise RetryLater(
+                "the daemon went away before it confirmed that the entry was taken out: ask again, it may be there"
+            )
         self._records.delete_parts(head)
         return entry
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from kvstore.buffer import LookupBuffer, Pipe
-from kvstore.errors import InvalidRequest
+from kvstore.errors import InvalidRequest, RetryLater
 from tests.buffer.samples import same, sample
 from tests.support import PATIENCE_S, Daemon, eventually, running_daemon
 
@@ -80,6 +80,26 @@ def test_entries_on_the_disk_outlive_the_daemon(deep: Daemon, name: str) -> None
         found = eventually(lambda: buffer.drop_select(tensors(3)[0], None, 1))
         assert all(map(same, found, tensors(3)))
         check_taken(buffer, [0, 1, 2, 4, 5])
+
+
+def test_an_entry_whose_removal_nobody_confirmed_is_not_handed_out(
+    deep: Daemon, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with LookupBuffer(name, deep.endpoint) as buffer:
+        put(buffer, range(1))
+        eventually(lambda: blocks(deep)[0] == blocks(deep)[1], "all is copied down")
+        read = buffer._records.read
+
+        def dying(*arguments: Any) -> list[Any]:
+            entry = read(*arguments)
+            deep.kill()
+            eventually(lambda: buffer._client.generation is None, "the client knows that the daemon has gone")
+            return entry
+
+        with monkeypatch.context() as context:
+            context.setattr(buffer._records, "read", dying)
+            with pytest.raises(RetryLater):
+                buffer.drop_select(None, None, 0)
 
 
 def test_an_entry_that_is_nowhere_any_more_is_passed_over(deep: Daemon, name: str) -> None:

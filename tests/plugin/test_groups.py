@@ -9,8 +9,8 @@ from random import Random
 import numpy as np
 import pytest
 
-from engine_plugin.vllm.coming import STALL_S, Expected
-from engine_plugin.vllm.link import DaemonLink
+from engine_plugin.vllm.coming import STALL_S, Expected, Query
+from engine_plugin.vllm.link import DaemonLink, _may_be_direct
 from engine_plugin.vllm.lookups import Lookups, Verdict
 from engine_plugin.vllm.rates import LoadPolicy
 from engine_plugin.vllm.runs import Gathered, by_group, gather, group_of, hash_of, runs_of, split
@@ -140,6 +140,16 @@ def test_what_runs_are_answered_is_put_together() -> None:
     assert found.places.tolist() == [0, 1, 5]
     assert found.offsets.tolist() == [7, 8, 9]
     assert (found.pending, len(found.leases)) == (1, 2)
+
+
+def test_nothing_of_several_groups_is_asked_for_past_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig, asked = Rig(), list[Query]()
+    ask = rig.link.ask
+    monkeypatch.setattr(rig.link, "ask", lambda queries: (asked.extend(queries), ask(queries)))
+    rig.store(range(6), [4, 5])
+    rig.answers(chain(FULL, range(6)))  # one run of keys, as the only group of another model would be
+    rig.answers(chain(WINDOW, [5]))
+    assert len(asked) == 2 and not any(_may_be_direct(query) for query in asked)
 
 
 def test_a_window_is_found_though_its_beginning_is_not() -> None:
