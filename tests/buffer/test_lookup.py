@@ -256,6 +256,7 @@ def test_what_does_not_fit_the_bound_waits_and_what_is_too_much_is_refused(serve
 
 def test_a_pool_that_is_full_of_pinned_blocks(name: str) -> None:
     with running_daemon(cpu_bytes="32MiB") as daemon, daemon.connect(namespace_of("other", name)) as hog:
+        eventually(lambda: hog.stats()["tiers"][0]["state"] != "populating", "all of the pool can be had")
         slots = hog.reserve(20, kv_group=LARGE)
         with LookupBuffer(name, daemon.endpoint) as buffer:
             ticket = buffer.insert(np.arange(5), None, np.ones(3 * MIB, np.uint8), None, None)
