@@ -317,20 +317,7 @@ class Client(EngineCalls):
         Raises:
             LimitExceeded: the group has more blocks than one answer may hold.
         """
-        _check_timeout(timeout_s)
-        reply, _ = self._connection.ask(
-            lambda at: (
-                "Watch",
-                engine_pb2.WatchRequest(
-                    session=at.session,
-                    namespace=digest_of(at),
-                    group=kv_group,
-                    seen=seen,
-                    wait_ms=int(timeout_s * 1000),
-                ),
-            ),
-            wait_s=timeout_s,
-        )
+        reply, _ = self._watched(seen, timeout_s, kv_group)
         return reply.changes, dict(zip(reply.keys, map(bool, reply.claimed), strict=True))
 
     def follow(
@@ -346,8 +333,11 @@ class Client(EngineCalls):
         Raises:
             LimitExceeded: all keys are to be told, and one answer may not hold as many.
         """
+        return changes_in(*self._watched(seen, timeout_s, kv_group, follow=True, wanted=WANTED[wanted], kinds=kinds))
+
+    def _watched(self, seen: int, timeout_s: float, kv_group: int, **how: Any) -> tuple[Any, Attached]:
         _check_timeout(timeout_s)
-        reply, attached = self._connection.ask(
+        return self._connection.ask(
             lambda at: (
                 "Watch",
                 engine_pb2.WatchRequest(
@@ -356,14 +346,11 @@ class Client(EngineCalls):
                     group=kv_group,
                     seen=seen,
                     wait_ms=int(timeout_s * 1000),
-                    follow=True,
-                    wanted=WANTED[wanted],
-                    kinds=kinds,
+                    **how,
                 ),
             ),
             wait_s=timeout_s,
         )
-        return changes_in(reply, attached)
 
     def delete(self, keys: Sequence[bytes], *, kv_group: int = 0) -> int:
         """Removes blocks from every tier. Returns how many were there."""

@@ -16,7 +16,7 @@ from engine_plugin.vllm.link import BREAK_S
 from engine_plugin.vllm.lookups import ANSWERS_MAX, REPORT_STEPS, Verdict
 from engine_plugin.vllm.runs import hash_of
 from engine_plugin.vllm.stock import STOCK_BASE, STOCK_IDLE_S, STOCK_UNUSED_S
-from engine_plugin.vllm.stores import ASK_S, KNOWN_S, REPORTS_S
+from engine_plugin.vllm.stores import ASK_S, KNOWN_S, REPORTS_S, Store
 from tests.plugin.engine_model import GROUP, WORKERS, Engine, Request, content_of, key_of, stored
 from tests.plugin.fakes import SLOT_BYTES, FakeDaemon
 
@@ -421,13 +421,19 @@ def test_an_engine_without_requests_goes_on_for_the_reports_that_a_reset_has_cut
     assert not engine.stores.waits_for_workers()
 
 
-def test_a_report_that_was_lost_is_asked_for_and_its_slots_go_back() -> None:
+def storing() -> tuple[FakeDaemon, Engine, list[bytes], Store]:
+    """An engine whose workers are about to copy the blocks of a request."""
     daemon = FakeDaemon(64)
     engine = Engine(daemon)
-    engine.submit("request", [key_of(8, place) for place in range(4)])
+    keys = [key_of(8, place) for place in range(4)]
+    engine.submit("request", keys)
     engine.schedule()
     engine.schedule()
-    store = engine.copies[0].store
+    return daemon, engine, keys, engine.copies[0].store
+
+
+def test_a_report_that_was_lost_is_asked_for_and_its_slots_go_back() -> None:
+    daemon, engine, _, store = storing()
     assert [copy.rank for copy in engine.copies] == [0, 1]
     engine.finish(engine.requests["request"])
     del engine.copies[0]
@@ -446,13 +452,8 @@ def test_a_report_that_was_lost_is_asked_for_and_its_slots_go_back() -> None:
 
 
 def test_a_store_is_published_when_its_last_worker_says_so_and_not_twice() -> None:
-    daemon = FakeDaemon(64)
-    engine = Engine(daemon)
-    keys = [key_of(8, place) for place in range(4)]
-    engine.submit("request", keys)
-    engine.schedule()
-    engine.schedule()
-    ticket = engine.copies[0].store.ticket
+    daemon, engine, keys, store = storing()
+    ticket = store.ticket
     engine.acks.heard(ticket, 0, True)
     engine.acks.heard(ticket, 0, True)
     engine.link.turn()
@@ -470,13 +471,8 @@ def test_a_store_is_published_when_its_last_worker_says_so_and_not_twice() -> No
 
 @pytest.mark.parametrize("how", ["reset", "distrust", "bad"])
 def test_what_is_withdrawn_is_not_published_by_a_late_word(how: str) -> None:
-    daemon = FakeDaemon(64)
-    engine = Engine(daemon)
-    keys = [key_of(8, place) for place in range(4)]
-    engine.submit("request", keys)
-    engine.schedule()
-    engine.schedule()
-    ticket = engine.copies[0].store.ticket
+    daemon, engine, keys, store = storing()
+    ticket = store.ticket
     engine.acks.heard(ticket, 0, how != "bad")
     if how == "reset":
         engine.reset()
