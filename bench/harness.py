@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import dataclasses
 import datetime
+import faulthandler
 import fcntl
 import json
 import mmap
@@ -17,6 +18,7 @@ import os
 import platform
 import random
 import re
+import signal
 import socket
 import statistics
 import struct
@@ -39,6 +41,8 @@ from kvstore.arena import ArenaView
 ROOT: Final = Path(__file__).resolve().parent.parent
 _START_S: Final = 60.0
 _POPULATE_S: Final = 300.0
+#: After a time limit: longest time to tell what there is and to end what was started.
+_END_S: Final = 60.0
 _MADV_HUGEPAGE: Final = 14
 # linux/sched.h, linux/sockios.h, linux/if.h
 _CLONE_NEWNET: Final = 0x40000000
@@ -214,6 +218,33 @@ def seconds(call: Callable[[], object]) -> float:
     start = time.perf_counter()
     call()
     return time.perf_counter() - start
+
+
+class _TimeOver(Exception):
+    """Raised by time_limit, and caught there."""
+
+
+@contextlib.contextmanager
+def time_limit(limit_s: float) -> Iterator[None]:
+    """Breaks the block off after so many seconds and says so; what was measured until then can be told. The whole
+    process ends a minute later, with the stacks of its threads, where a call that nothing interrupts keeps it. For the
+    main thread, once at a time.
+    """
+
+    def over(_number: int, _frame: object) -> None:
+        raise _TimeOver
+
+    before = signal.signal(signal.SIGALRM, over)
+    signal.setitimer(signal.ITIMER_REAL, limit_s)
+    faulthandler.dump_traceback_later(limit_s + _END_S, exit=True)
+    try:
+        yield
+    except _TimeOver:
+        print(f"broken off: not through after {limit_s:.0f} s", flush=True)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+        faulthandler.cancel_dump_traceback_later()
 
 
 # -- reporting ---------------------------------------------------------------------------------------------------------
