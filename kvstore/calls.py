@@ -58,7 +58,7 @@ class GrpcCalls:
     def call(self, method: str, request: Any, timeout_s: float) -> Any:
         """See Calls."""
         deadline = time.monotonic() + timeout_s
-        self._settle(deadline)
+        self.settle(deadline)
         with client_errors(self._endpoint):
             return self._methods[method](request, timeout=max(0.001, deadline - time.monotonic()))
 
@@ -66,13 +66,15 @@ class GrpcCalls:
         """See Calls. Does not wait for the last answer; the next call does: nothing else orders two gRPC calls."""
         for index, (method, request) in enumerate(calls):
             if index:
-                self._settle(time.monotonic() + timeout_s)
+                self.settle(time.monotonic() + timeout_s)
             posted = self._methods[method].future(request, timeout=timeout_s)
             with self._lock:
                 self._posted = [*(each for each in self._posted if not each.done()), posted]
 
-    def _settle(self, deadline: float) -> None:
-        """Waits for the answers to all that was posted, whatever they are."""
+    def settle(self, deadline: float) -> None:
+        """Waits for the answers to all that was posted, whatever they are, up to a time by time.monotonic. For whoever
+        asks the daemon past this object.
+        """
         with self._lock:
             posted = self._posted
         for each in posted:

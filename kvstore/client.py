@@ -23,9 +23,18 @@ from kvstore import congestion
 from kvstore.arena import ArenaView
 from kvstore.blocks import Namespace
 from kvstore.connection import Attached, Connection
+from kvstore.data_wire import Query
 from kvstore.endpoint import Endpoint, default_endpoint, parse_endpoint
 from kvstore.engine_calls import EngineCalls, digest_of
-from kvstore.errors import Damage, InvalidRequest, KVStoreError, NoMapping, RetryLater
+from kvstore.errors import (
+    DaemonUnavailable,
+    Damage,
+    InvalidRequest,
+    KVStoreError,
+    NoMapping,
+    RetryLater,
+    StaleGeneration,
+)
 from kvstore.following import WANTED, Changes, Wanted, changes_in
 from kvstore.found import Found
 from kvstore.insert import Inserter, Ticket
@@ -273,8 +282,10 @@ class Client(EngineCalls):
         Raises:
             Damage: bytes changed under the reader. Never seen while the daemon keeps its promises.
         """
-        found, attached = self._select(keys, timeout_s, kv_group, drop=False)
-        if found.lease_id == 0:
+        found, attached = self._select_now(keys, timeout_s, kv_group) or self._select(
+            keys, timeout_s, kv_group, drop=False
+        )
+        if found.lease_id == 0 and not len(found):
             yield found
             return
         try:
@@ -413,6 +424,27 @@ class Client(EngineCalls):
         block_bytes = attached.namespace.group_bytes[kv_group]
         return Found(attached.arena, lease.id, lease.offsets, lease.epochs, block_bytes), attached
 
+    def _select_now(self, keys: Sequence[bytes], timeout_s: float, kv_group: int) -> tuple[Found, Attached] | None:
+        """What is in the pool of a daemon on another host now, in one request of its data port. None: that is not all
+        there is to it, and _select is to find out.
+        """
+        _check_timeout(timeout_s)
+        attached = self._connection.attached
+        if attached is None or attached.namespace is None or not isinstance(attached.arena, RemoteArena):
+            return None
+        sizes = attached.namespace.group_bytes
+        if not keys or not 0 <= kv_group < len(sizes):
+            return None
+        self._connection.check_usable()
+        query = Query(digest_of(attached), kv_group, sizes[kv_group], keys, whole=timeout_s > 0)
+        try:
+            places = attached.arena.select(query, self._connection.timeout_s)
+        except (DaemonUnavailable, StaleGeneration, InvalidRequest):
+            return None
+        if places is None:
+            return None
+        return Found(attached.arena, 0, *places, sizes[kv_group]), attached
+
     @staticmethod
     def _check_epochs(found: Found) -> None:
         if not found.intact():
@@ -425,6 +457,8 @@ class Client(EngineCalls):
         def release(*, remove: bool = False, hold: bool = False) -> None:
             if isinstance(attached.arena, RemoteArena) and not hold:
                 attached.arena.discard(found.offsets, found.epochs)
+            if not lease_id:
+                return  # the blocks are copies, and nothing was pinned for them any more
             request = engine_pb2.ReleaseRequest(session=session, leases=[lease_id], remove=remove, hold=hold)
             if remove:
                 self._connection.call("Release", request, attached)

@@ -425,7 +425,8 @@ class Connection:
             connections=self._remote.connections,
             congestion_choice=self._remote.congestion_choice,
         )
-        return RemoteArena(self._staging, link, Pass(welcome.session, welcome.generation, welcome.data_secret))
+        who = Pass(welcome.session, welcome.generation, welcome.data_secret)
+        return RemoteArena(self._staging, link, who, self._grpc_calls.settle)
 
     def _prefault(self, arena_ref: weakref.ref[ArenaView]) -> None:
         """The thread that makes page-table entries, as far as the pool is populated."""

@@ -25,7 +25,9 @@ from kvstore.data_wire import (
     SLOTS_MAX,
     Lost,
     Operation,
+    Query,
     Request,
+    SelectRequest,
     Status,
     Stream,
 )
@@ -99,7 +101,7 @@ class _Line:
         self._number = 0
         self.rested_since = time.monotonic()
 
-    def ask(self, request: Request, secret: bytes) -> None:
+    def ask(self, request: Request | SelectRequest, secret: bytes) -> None:
         self.stream.send(request.pack(secret, self._nonce, self._number))
         self._number += 1
 
@@ -177,6 +179,22 @@ class DataLink:
         ]
         return np.concatenate(self._side_by_side(calls, until))
 
+    def select(self, who: Pass, query: Query, rooms: Sequence[memoryview], until: float = float("inf")) -> Valid:
+        """Receives the leading run of some keys that is in the daemon's pool now. Nothing is pinned afterwards.
+
+        Args:
+            query: Must fit.
+            rooms: One writable buffer for each key, of the length that the query names.
+            until: As read().
+
+        Returns:
+            As read(), for the blocks of the run.
+
+        Raises:
+            As read(), and InvalidRequest: the daemon does not know these blocks, or by another length.
+        """
+        return self._on_line(functools.partial(self._select, who=who, query=query, rooms=rooms, until=until), until)
+
     def write(self, who: Pass, slots: Slots, blocks: Sequence[memoryview], until: float = float("inf")) -> None:
         """Sends blocks into slots that are reserved. When it returns they are all there, and can be committed.
 
@@ -248,8 +266,35 @@ class DataLink:
                 asked += 1
             line.expect(Status.OK)
             line.stream.receive_blocks(rooms[start:stop])
+        return self._check(line, who, slots, length)
+
+    def _select(self, line: _Line, who: Pass, query: Query, rooms: Sequence[memoryview], until: float) -> Valid:
+        # The first part comes with the answer; for the others there are other connections once it is known where they
+        # are. Their pins end with the check on this connection, so that is the last one.
+        (_, own), *parts = self._in_parts(len(rooms), query.length)
+        line.ask(SelectRequest(who.session, who.generation, query, own), who.secret)
+        line.expect(Status.OK)
+        slots = Slots(*line.stream.receive_slots(len(rooms)))
+        count = len(slots.offsets)
+        if not count:
+            return np.zeros(0, dtype=np.bool_)
+        calls = [
+            functools.partial(self._read, who=who, slots=slots.part(start, stop), rooms=rooms[start : min(stop, count)])
+            for start, stop in parts
+            if start < count
+        ]
+        others = [self._threads.submit(self._on_line, call, until) for call in calls]
+        try:
+            line.stream.receive_blocks(rooms[: min(own, count)])
+        finally:
+            concurrent.futures.wait(others)
+        valid = [other.result() for other in others]
+        return np.concatenate([self._check(line, who, slots.part(0, own), query.length), *valid])
+
+    def _check(self, line: _Line, who: Pass, slots: Slots, length: int) -> Valid:
+        """Which slots still hold what they were granted with, after the last byte of them has come."""
         now: list[npt.NDArray[np.uint32]] = []
-        for start, stop in _steps(len(rooms), SLOTS_MAX):
+        for start, stop in _steps(len(slots.offsets), SLOTS_MAX):
             line.ask(_request(Operation.CHECK, who, slots.part(start, stop), length), who.secret)
             line.expect(Status.OK)
             now.append(np.frombuffer(line.stream.receive(4 * (stop - start)), dtype="<u4"))

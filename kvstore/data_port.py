@@ -3,7 +3,7 @@
 Threads
     One accepts, and each connection has one of its own, which sleeps in the kernel while bytes move. What they may
     touch is decided on the event loop, which owns the books: each request goes there once, and each transfer that
-    writes tells it when it is over.
+    writes or has pinned something tells it when it is over.
 Bounds
     CONNECTIONS_MAX connections; HELLO_S for the first request and for the rest of one that has begun; IDLE_S between
     two requests; STALL_S without a byte. What is not a request ends the connection, and is counted.
@@ -14,19 +14,21 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import dataclasses
 import functools
 import socket
 import ssl
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from secrets import token_bytes
 from typing import Any, Final, TypeVar
 
 import numpy as np
 
 from kvstore import congestion
+from kvstore.arena import Epochs, Offsets
 from kvstore.backing import SharedMemory
 from kvstore.data_wire import (
     HELLO,
@@ -38,10 +40,12 @@ from kvstore.data_wire import (
     Operation,
     Request,
     Sealed,
+    SelectRequest,
     Status,
     Stream,
     body_bytes,
     pack_reply,
+    pack_slots,
     parse_request,
 )
 from kvstore.endpoint import Endpoint, EndpointKind
@@ -59,6 +63,8 @@ STALL_S: Final = 10.0
 _LOOP_S: Final = 30.0
 _CLOSE_S: Final = 5.0
 _BACKLOG: Final = 64
+_NO_OFFSETS: Final[Offsets] = np.zeros(0, dtype=np.uint64)
+_NO_EPOCHS: Final[Epochs] = np.zeros(0, dtype=np.uint32)
 
 R = TypeVar("R")
 
@@ -161,6 +167,7 @@ class DataPort:
                 "congestion": dict(+self._congestion),
                 "events": {
                     "read": 0,
+                    "select": 0,
                     "write": 0,
                     "garbage": 0,
                     **{name: value for name, value in self.counts.items() if not name.endswith("_bytes")},
@@ -248,10 +255,15 @@ class DataPort:
                 raise Lost("the daemon is too busy") from None
             return done.result()
 
+    def _tell_loop(self, call: Callable[[], object]) -> None:
+        """Calls something where the books are, before whatever is asked of them from now on."""
+        with contextlib.suppress(RuntimeError):  # the daemon has stopped, and its books are closed
+            self._loop.call_soon_threadsafe(call)
+
     # -- on the loop -------------------------------------------------------------------------------------------------
 
-    def _admit(self, sealed: Sealed, nonce: bytes, number: int) -> Session:
-        """Who asks, if he may. A transfer that writes has begun when this returns."""
+    def _asker(self, sealed: Sealed, nonce: bytes, number: int) -> Session:
+        """Whose request it is."""
         request = sealed.request
         try:
             session = self._hierarchy.sessions.session(request.session)
@@ -262,6 +274,11 @@ class DataPort:
             raise _Refused(Status.STALE, "no such session, or not its secret")
         if request.generation != self._generation + session.group.id:
             raise _Refused(Status.STALE, "these slots are of another life of the pool")
+        return session
+
+    def _admit(self, sealed: Sealed, request: Request, nonce: bytes, number: int) -> Session:
+        """Who asks about slots, if he may. A transfer that writes has begun when this returns."""
+        session = self._asker(sealed, nonce, number)
         arrivals = self._hierarchy.arrivals
         try:
             if request.operation is Operation.READ:
@@ -274,6 +291,31 @@ class DataPort:
             raise _Refused(Status.REFUSED, str(error)) from None
         return session
 
+    def _pin(self, sealed: Sealed, request: SelectRequest, nonce: bytes, number: int) -> _Pinned:
+        """Pins what was asked for by its keys."""
+        session = self._asker(sealed, nonce, number)
+        query, hierarchy = request.query, self._hierarchy
+        try:
+            keyspace = hierarchy.namespaces.keyspace(query.namespace, query.group)
+        except KVStoreError as error:
+            raise _Refused(Status.REFUSED, str(error)) from None
+        if keyspace.block_bytes != query.length:
+            raise _Refused(Status.REFUSED, f"blocks of {query.length} bytes, and they have {keyspace.block_bytes}")
+        lease = hierarchy.acquire(session, keyspace, query.keys, whole=query.whole)
+        if lease is None:
+            return _Pinned(session, 0, _NO_OFFSETS, _NO_EPOCHS)
+        return _Pinned(session, lease.id, *hierarchy.locations(lease))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Pinned:
+    """What a SELECT pinned. lease 0: nothing."""
+
+    session: Session
+    lease: int
+    offsets: Offsets
+    epochs: Epochs
+
 
 class _Connection:
     """One connection, on its thread."""
@@ -285,33 +327,53 @@ class _Connection:
         self._numbers = 0
         self._known = False
         self._session: Session | None = None  # whose the last request was
+        self._pinned: _Pinned | None = None  # what the last SELECT pinned, if it has not ended
 
     def run(self) -> None:
         """Serves until the other side has gone, or is not worth it."""
-        self._stream.send(HELLO.pack(MAGIC, self._nonce))
-        port = self._port
-        while (sealed := self._next()) is not None:
-            try:
-                session = self._checked(sealed) or port._on_loop(
-                    functools.partial(port._admit, sealed, self._nonce, self._numbers - 1)
-                )
-            except _Refused as refused:
-                port._count(f"refused_{refused.status.name.lower()}")
-                self._stream.limit(stall_s=port._stall_s)
-                self._stream.send(pack_reply(refused.status, str(refused)))
-                if not self._known:
-                    raise Garbage("the first request was refused") from None
-                continue
-            self._known = True
-            self._session = session
-            self._stream.limit(stall_s=port._stall_s)
-            request = sealed.request
-            if request.operation is Operation.CHECK:
-                self._check(request)
-            elif request.operation is Operation.READ:
-                self._send(request, session)
+        try:
+            self._stream.send(HELLO.pack(MAGIC, self._nonce))
+            while (sealed := self._next()) is not None:
+                self._answer(sealed)
+        finally:
+            self._unpin()
+
+    def _answer(self, sealed: Sealed) -> None:
+        port, request = self._port, sealed.request
+        try:
+            if isinstance(request, SelectRequest):
+                self._unpin()
+                # Kept before anything is looked at, so that it ends whatever happens.
+                pin = functools.partial(port._pin, sealed, request, self._nonce, self._numbers - 1)
+                self._pinned = pinned = port._on_loop(pin)
+                session = pinned.session
             else:
-                self._receive(request, session)
+                admit = functools.partial(port._admit, sealed, request, self._nonce, self._numbers - 1)
+                session = self._checked(sealed) or port._on_loop(admit)
+        except _Refused as refused:
+            port._count(f"refused_{refused.status.name.lower()}")
+            self._stream.limit(stall_s=port._stall_s)
+            self._stream.send(pack_reply(refused.status, str(refused)))
+            if not self._known:
+                raise Garbage("the first request was refused") from None
+            return
+        self._known = True
+        self._session = session
+        self._stream.limit(stall_s=port._stall_s)
+        if isinstance(request, SelectRequest):
+            self._select(request, pinned)
+        elif request.operation is Operation.CHECK:
+            self._check(request)
+        elif request.operation is Operation.READ:
+            self._send(request, session)
+        else:
+            self._receive(request, session)
+
+    def _unpin(self) -> None:
+        pinned, self._pinned = self._pinned, None
+        if pinned is not None and pinned.lease:
+            hierarchy = self._port._hierarchy
+            self._port._tell_loop(lambda: hierarchy.release(pinned.session, [pinned.lease]))
 
     def _checked(self, sealed: Sealed) -> Session | None:
         """Who asks for epochs after bytes that he was sent here just now. That needs nothing of the loop, and a way
@@ -342,16 +404,27 @@ class _Connection:
     def _check(self, request: Request) -> None:
         # Epochs may be read from any thread: the loop only ever adds to them.
         epochs = self._port._hierarchy.arrivals.epochs_of(request.offsets)
+        # Before the answer, after which the other side may ask what comes after the end of its pins.
+        self._unpin()
         self._stream.send(pack_reply(Status.OK) + np.array([max(epoch, 0) for epoch in epochs], dtype="<u4").tobytes())
 
+    def _select(self, request: SelectRequest, pinned: _Pinned) -> None:
+        sent = pinned.offsets[: request.room].tolist()
+        self._stream.send(pack_reply(Status.OK) + pack_slots(pinned.offsets, pinned.epochs), more=bool(sent))
+        self._send_runs(pinned.session, sent, 0, request.query.length)
+        self._port._count("select")
+
     def _send(self, request: Request, session: Session) -> None:
-        self._stream.send(pack_reply(Status.OK))
-        for offset, length in _runs(request):
+        self._stream.send(pack_reply(Status.OK), more=True)
+        self._send_runs(session, request.offsets, request.first, request.length)
+        self._port._count("read")
+
+    def _send_runs(self, session: Session, offsets: Sequence[int], first: int, length: int) -> None:
+        for start, run_bytes in _runs(offsets, first, length):
             if session.ended:
                 raise Lost("the session has ended")
-            self._send_run(offset, length)
-        self._port._count("read")
-        self._port._count("sent_bytes", request.length * len(request.offsets))
+            self._send_run(start, run_bytes)
+        self._port._count("sent_bytes", length * len(offsets))
 
     def _send_run(self, offset: int, length: int) -> None:
         port = self._port
@@ -369,7 +442,7 @@ class _Connection:
         received = 0
         try:
             self._stream.send(pack_reply(Status.GO))
-            for offset, length in _runs(request):
+            for offset, length in _runs(request.offsets, request.first, request.length):
                 if session.ended:
                     raise Lost("the session has ended")
                 with port._memory.buffer[offset : offset + length] as room:
@@ -383,14 +456,15 @@ class _Connection:
         self._stream.send(pack_reply(Status.OK))
 
 
-def _runs(request: Request) -> Iterator[tuple[int, int]]:
-    """Where the bytes of a request lie: what is side by side is one run."""
+def _runs(offsets: Sequence[int], first: int, length: int) -> Iterator[tuple[int, int]]:
+    """Where bytes of blocks lie, and how many: what is side by side is one run."""
     start, end = -1, -1
-    for offset in request.offsets:
-        begin = offset + request.first
+    for offset in offsets:
+        begin = offset + first
         if begin != end:
             if end >= 0:
                 yield start, end - start
             start = begin
-        end = begin + request.length
-    yield start, end - start
+        end = begin + length
+    if end >= 0:
+        yield start, end - start

@@ -3,15 +3,17 @@
 Frames, little-endian
     hello     from the daemon, first of all: magic, version, and a nonce of this connection.
     request   operation, session, generation, which bytes of which slots (offsets and epochs, as they were handed out
-              over gRPC), and a tag. READ: send me these. WRITE: I want to send these. CHECK: which epochs do these
-              slots have now.
-    reply     status; with READ the bytes follow, with CHECK the epochs. After a WRITE it says GO, then the bytes
-              travel, then comes a second reply.
+              before), and a tag. READ: send me these. WRITE: I want to send these. CHECK: which epochs do these slots
+              have now. SELECT names keys in place of slots: pin the leading run of them that is in the pool now, say
+              where it is, and send me the first so many of its blocks. The pins end with the next CHECK or SELECT on
+              the connection, or with the connection.
+    reply     status; with READ the bytes follow, with CHECK the epochs, with SELECT the slots and then the bytes. After
+              a WRITE it says GO, then the bytes travel, then comes a second reply.
 Who may
     The tag is an HMAC-SHA256 over the nonce, the request's number on its connection and all of the request, with a
     secret that the session got over gRPC. So a request cannot be guessed, changed, or played again; the bytes
     themselves are protected by TLS or not at all. The slots must be held by the session's group: pinned to be read,
-    reserved to be written.
+    reserved to be written. Keys may be asked for as over gRPC: by every session.
 What a reader may trust
     The daemon hands pages to the network card without a copy, so what travels may change until it has arrived. A reader
     therefore asks with CHECK after the last byte: a slot that still has the epoch it was granted with held that very
@@ -25,38 +27,49 @@ import enum
 import errno
 import hashlib
 import hmac
+import itertools
 import os
 import socket
 import ssl
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 
+from kvstore.blocks import DIGEST_BYTES, KEY_BYTES_MAX
 from kvstore.errors import DeadlineExceeded
 
-MAGIC: Final = b"kvd1"
+MAGIC: Final = b"kvd2"
 SECRET_BYTES: Final = 32
 NONCE_BYTES: Final = 16
-#: Slots in one request: 12 bytes each, read before anybody has shown who he is.
+#: Slots or keys in one request.
 SLOTS_MAX: Final = 4096
+#: What follows the head of a request: read before anybody has shown who he is.
+BODY_BYTES_MAX: Final = 64 << 10
 #: Bytes in one request of our own client. Long against a round trip, short enough for a change of mind.
 REQUEST_BYTES: Final = 32 << 20
 _TAG_BYTES: Final = 32
+#: A slot in a body: offset and epoch.
+_SLOT_BYTES: Final = 12
 #: Views in one system call, for blocks smaller than this many bytes.
 _GATHER: Final = 64
 _GATHER_BELOW_BYTES: Final = 256 << 10
 
 #: Magic, nonce.
 HELLO: Final = struct.Struct(f"<4s{NONCE_BYTES}s")
-#: Magic, operation, count, session, generation, first byte, bytes of each block.
-_REQUEST: Final = struct.Struct("<4sB3xI16s16sQQ")
+#: Magic, operation, count, bytes of the body, session, generation, first byte, bytes of each block.
+_REQUEST: Final = struct.Struct("<4sB3xII16s16sQQ")
 REQUEST_HEAD_BYTES: Final = _REQUEST.size + _TAG_BYTES
+#: Of a body with keys: namespace, group, blocks to send, whether all keys must be there. The length of each key
+#: follows, a byte each, and then the keys.
+_QUERY: Final = struct.Struct(f"<{DIGEST_BYTES}sIIB3x")
 #: Magic, status, bytes of text.
 _REPLY: Final = struct.Struct("<4sBxH")
 _NUMBER: Final = struct.Struct("<Q")
+_COUNT: Final = struct.Struct("<I")
 _TEXT_BYTES_MAX: Final = 1024
 
 
@@ -64,6 +77,7 @@ class Operation(enum.IntEnum):
     READ = 1
     WRITE = 2
     CHECK = 3
+    SELECT = 4
 
 
 class Status(enum.IntEnum):
@@ -85,7 +99,7 @@ class Lost(Exception):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Request:
-    """One request.
+    """One request about slots.
 
     Attributes:
         first: First byte of each block that is meant.
@@ -107,10 +121,63 @@ class Request:
 
     def pack(self, secret: bytes, nonce: bytes, number: int) -> bytes:
         """Its bytes, sealed for one place on one connection."""
-        head = _REQUEST.pack(
-            MAGIC, self.operation, len(self.offsets), self.session, self.generation, self.first, self.length
-        )
         body = np.array(self.offsets, dtype="<u8").tobytes() + np.array(self.epochs, dtype="<u4").tobytes()
+        head = _REQUEST.pack(
+            MAGIC, self.operation, len(self.offsets), len(body), self.session, self.generation, self.first, self.length
+        )
+        return head + _tag(secret, nonce, number, head, body) + body
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Query:
+    """Keys of one group of a namespace, in prefix order.
+
+    Attributes:
+        namespace: Its digest.
+        length: Bytes of each block.
+        whole: Nothing is pinned, nor sent, where not all of them are there.
+    """
+
+    namespace: bytes
+    group: int
+    length: int
+    keys: Sequence[bytes]
+    whole: bool
+
+    @property
+    def fits(self) -> bool:
+        """Whether one request can ask for all of it."""
+        size = _QUERY.size + len(self.keys) + sum(map(len, self.keys))
+        return 1 <= len(self.keys) <= SLOTS_MAX and size <= BODY_BYTES_MAX and _are_keys(map(len, self.keys))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SelectRequest:
+    """A request about keys.
+
+    Attributes:
+        room: How many blocks of the run are to be sent.
+    """
+
+    session: bytes
+    generation: bytes
+    query: Query
+    room: int
+    operation: Operation = Operation.SELECT
+
+    def pack(self, secret: bytes, nonce: bytes, number: int) -> bytes:
+        """Its bytes, sealed for one place on one connection. The query must fit."""
+        query = self.query
+        body = b"".join(
+            (
+                _QUERY.pack(query.namespace, query.group, self.room, query.whole),
+                bytes(map(len, query.keys)),
+                *query.keys,
+            )
+        )
+        head = _REQUEST.pack(
+            MAGIC, self.operation, len(query.keys), len(body), self.session, self.generation, 0, query.length
+        )
         return head + _tag(secret, nonce, number, head, body) + body
 
 
@@ -118,7 +185,7 @@ class Request:
 class Sealed:
     """A request as it came: well formed, and from whoever has the secret."""
 
-    request: Request
+    request: Request | SelectRequest
     _head: bytes
     _body: bytes
     _sent_tag: bytes
@@ -134,10 +201,10 @@ def body_bytes(head: bytes) -> int:
     Raises:
         Garbage: it is not the head of one.
     """
-    magic, _, count, *_ = _REQUEST.unpack_from(head)
-    if magic != MAGIC or not 1 <= count <= SLOTS_MAX:
+    magic, _, count, size, *_ = _REQUEST.unpack_from(head)
+    if magic != MAGIC or not 1 <= count <= SLOTS_MAX or size > BODY_BYTES_MAX:
         raise Garbage("not a request")
-    return int(count) * 12
+    return int(size)
 
 
 def parse_request(head: bytes, body: bytes) -> Sealed:
@@ -146,21 +213,44 @@ def parse_request(head: bytes, body: bytes) -> Sealed:
     Raises:
         Garbage: it is none.
     """
-    _, operation, count, session, generation, first, length = _REQUEST.unpack_from(head)
+    _, operation, count, _, session, generation, first, length = _REQUEST.unpack_from(head)
     try:
         kind = Operation(operation)
     except ValueError:
         raise Garbage(f"operation {operation}") from None
-    request = Request(
-        kind,
-        session,
-        generation,
-        first,
-        length,
-        np.frombuffer(body, "<u8", count).tolist(),
-        np.frombuffer(body, "<u4", count, offset=8 * count).tolist(),
-    )
+    request: Request | SelectRequest
+    if kind is Operation.SELECT:
+        request = _parse_select(session, generation, length, count, body)
+    elif len(body) != _SLOT_BYTES * count:
+        raise Garbage("slots that are cut off")
+    else:
+        request = Request(
+            kind,
+            session,
+            generation,
+            first,
+            length,
+            np.frombuffer(body, "<u8", count).tolist(),
+            np.frombuffer(body, "<u4", count, offset=8 * count).tolist(),
+        )
     return Sealed(request, head[: _REQUEST.size], body, head[_REQUEST.size :])
+
+
+def _parse_select(session: bytes, generation: bytes, length: int, count: int, body: bytes) -> SelectRequest:
+    if len(body) < _QUERY.size + count:
+        raise Garbage("keys that are cut off")
+    namespace, group, room, whole = _QUERY.unpack_from(body)
+    at = _QUERY.size + count
+    lengths = body[_QUERY.size : at]
+    if not _are_keys(lengths) or at + sum(lengths) != len(body):
+        raise Garbage("keys that are none")
+    ends = list(itertools.accumulate(lengths, initial=at))
+    keys = [body[start:end] for start, end in itertools.pairwise(ends)]
+    return SelectRequest(session, generation, Query(namespace, group, length, keys, bool(whole)), room)
+
+
+def _are_keys(lengths: Iterable[int]) -> bool:
+    return all(1 <= length <= KEY_BYTES_MAX for length in lengths)
 
 
 def _tag(secret: bytes, nonce: bytes, number: int, head: bytes, body: bytes) -> bytes:
@@ -171,6 +261,11 @@ def pack_reply(status: Status, text: str = "") -> bytes:
     """A reply; what follows it is not in it."""
     encoded = text.encode()[:_TEXT_BYTES_MAX]
     return _REPLY.pack(MAGIC, status, len(encoded)) + encoded
+
+
+def pack_slots(offsets: npt.NDArray[np.uint64], epochs: npt.NDArray[np.uint32]) -> bytes:
+    """What says where a run is."""
+    return _COUNT.pack(len(offsets)) + offsets.astype("<u8").tobytes() + epochs.astype("<u4").tobytes()
 
 
 class Stream:
@@ -259,13 +354,18 @@ class Stream:
                 raise Lost("the other side closed the data connection")
             _advance(rooms, got)
 
-    def send(self, data: bytes | memoryview) -> None:
-        """Sends all of it."""
+    def send(self, data: bytes | memoryview, *, more: bool = False) -> None:
+        """Sends all of it.
+
+        Args:
+            more: More follows at once, so that the other side need not be woken for this alone.
+        """
         view = memoryview(data)
+        flags = socket.MSG_MORE if more and self._is_plain else 0
         while len(view):
             self._before()
             with _faults():
-                view = view[self.socket.send(view) :]
+                view = view[self.socket.send(view, flags) :]
 
     def send_blocks(self, blocks: Sequence[memoryview]) -> None:
         """Sends buffers one after another."""
@@ -315,6 +415,18 @@ class Stream:
         if magic != MAGIC or text_bytes > _TEXT_BYTES_MAX or status not in Status._value2member_map_:
             raise Lost("what answers on the data port is not a kvstore daemon of this version")
         return Status(status), self.receive(text_bytes).decode(errors="replace")
+
+    def receive_slots(self, most: int) -> tuple[list[int], list[int]]:
+        """Where a run of at most so many blocks is: offsets and epochs.
+
+        Raises:
+            Lost: what came is no such thing.
+        """
+        (count,) = _COUNT.unpack(self.receive(_COUNT.size))
+        if count > most:
+            raise Lost("what answers on the data port sends more than it was asked for")
+        data = self.receive(_SLOT_BYTES * count)
+        return np.frombuffer(data, "<u8", count).tolist(), np.frombuffer(data, "<u4", count, 8 * count).tolist()
 
     def abandon(self) -> None:
         """Wakes whoever is in a call, with Lost. Any thread."""

@@ -19,7 +19,7 @@ class Found(Sequence[memoryview]):
 
     Attributes:
         arena: Where they lie. The bytes are there until the with-block ends.
-        lease_id: 0 where nothing was found.
+        lease_id: 0 where nothing is held at the daemon: nothing was found, or the blocks are copies in this process.
         offsets: Where the blocks lie in the mapping.
         epochs: Their epochs when they were granted.
     """

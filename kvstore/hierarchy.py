@@ -104,20 +104,29 @@ class Hierarchy:
                 return index
         return len(keys)
 
-    def acquire(self, session: Session, keyspace: Keyspace, keys: Sequence[bytes], request_id: int = 0) -> Lease | None:
-        """Pins the leading run that is available; None where that is empty. Hit and pin are one step."""
-        lease = self._pin(session, keyspace, keys, request_id)
-        self.counts.misses["absent"] += len(keys) - (len(lease.blocks) if lease is not None else 0)
+    def acquire(
+        self, session: Session, keyspace: Keyspace, keys: Sequence[bytes], request_id: int = 0, *, whole: bool = False
+    ) -> Lease | None:
+        """Pins the leading run that is available; None where that is empty. Hit and pin are one step.
+
+        Args:
+            whole: All of them or none; none is no miss then, since the caller goes on to wait for them.
+        """
+        lease = self._pin(session, keyspace, keys, request_id, whole=whole)
+        if not whole:
+            self.counts.misses["absent"] += len(keys) - (len(lease.blocks) if lease is not None else 0)
         return lease
 
-    def _pin(self, session: Session, keyspace: Keyspace, keys: Sequence[bytes], request_id: int) -> Lease | None:
+    def _pin(
+        self, session: Session, keyspace: Keyspace, keys: Sequence[bytes], request_id: int, *, whole: bool = False
+    ) -> Lease | None:
         # Between two queries of one call the session may have ended, or its client may have given the call up.
         if session.ended or request_id in session.forgotten:
             return None
         run: list[Block | None] = list(map(keyspace.blocks.get, keys))
         if None in run:
             del run[run.index(None) :]
-        if not run:
+        if not run or (whole and len(run) < len(keys)):
             return None
         return self._grant(session, keyspace, run, False, request_id)  # type: ignore[arg-type]
 

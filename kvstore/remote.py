@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -17,7 +18,8 @@ import numpy.typing as npt
 
 from kvstore import congestion
 from kvstore.arena import Epochs, Offsets
-from kvstore.data_link import DataLink, Pass, Slots
+from kvstore.data_link import DataLink, Pass, Slots, Valid
+from kvstore.data_wire import Query
 from kvstore.errors import StaleGeneration
 from kvstore.staging import Staging
 
@@ -52,12 +54,15 @@ class _Place:
 class RemoteArena:
     """See the module. Belongs to one session; safe from any thread.
 
+    Args:
+        settle: Waits, up to a time by time.monotonic, until what the session has asked over gRPC has taken effect.
+
     Attributes:
         generation: The life of the daemon's pool.
         size_bytes, address: Of the memory here.
     """
 
-    def __init__(self, staging: Staging, link: DataLink, who: Pass) -> None:
+    def __init__(self, staging: Staging, link: DataLink, who: Pass, settle: Callable[[float], None]) -> None:
         self.generation = who.generation
         self.size_bytes = staging.size_bytes
         self.address = staging.address
@@ -65,6 +70,7 @@ class RemoteArena:
         self.staging = staging
         self._link = link
         self._who = who
+        self._settle = settle
         self._lock = threading.Lock()
         self._reserved: dict[int, _Place] = {}  # by place, under the lock
 
@@ -100,9 +106,7 @@ class RemoteArena:
         Raises:
             StaleGeneration, DaemonUnavailable, DeadlineExceeded: none can be trusted.
         """
-        valid = self._link.read(self._who, Slots(offsets.tolist(), epochs.tolist(), first), rooms)
-        wrong = np.flatnonzero(~valid)
-        return int(wrong[0]) if len(wrong) else len(valid)
+        return _leading(self._link.read(self._who, Slots(offsets.tolist(), epochs.tolist(), first), rooms))
 
     # -- leases ------------------------------------------------------------------------------------------------------
 
@@ -134,6 +138,38 @@ class RemoteArena:
             raise
         self.discard(places[right:], marks[right:])
         return places[:right], marks[:right]
+
+    def select(self, query: Query, wait_s: float) -> tuple[Offsets, Epochs] | None:
+        """Brings the leading run of some keys here that is in the daemon's pool now: one request, without a lease.
+
+        Args:
+            wait_s: Longest time that the bytes may take.
+
+        Returns:
+            Places, as fetch(). None: it takes a lease, since there is no room here now for so many blocks, or since the
+            query asks for the whole run and that is not there.
+
+        Raises:
+            As receive(); InvalidRequest: the daemon does not know these blocks, or by another length.
+        """
+        count = len(query.keys)
+        if not query.fits or count > self.staging.capacity(query.length):
+            return None
+        places, marks = self.staging.take(count, query.length)
+        right = 0
+        try:
+            if len(places) < count:
+                return None
+            rooms = self.staging.views(places.tolist(), query.length)
+            until = time.monotonic() + wait_s
+            self._settle(until)
+            right = _leading(self._link.select(self._who, query, rooms, until))
+            if query.whole and right < count:
+                right = 0
+                return None
+            return places[:right], marks[:right]
+        finally:
+            self.discard(places[right:], marks[right:])
 
     def discard(self, places: Offsets, marks: Epochs) -> None:
         """Frees places here."""
@@ -187,3 +223,9 @@ class RemoteArena:
         with self._lock:
             places = list(self._reserved)
         self.unstage(places)
+
+
+def _leading(valid: Valid) -> int:
+    """How many blocks, from the first on, are what was asked for."""
+    wrong = np.flatnonzero(~valid)
+    return int(wrong[0]) if len(wrong) else len(valid)

@@ -82,7 +82,7 @@ _STATS: dict[str, Any] = {
         "tls": False,
         "connections": 3,
         "congestion": {"cubic": 3},
-        "events": {"read": 9, "write": 4, "garbage": 1},
+        "events": {"read": 9, "select": 5, "write": 4, "garbage": 1},
         "sent_bytes": 18 * _BLOCK_BYTES,
         "received_bytes": 8 * _BLOCK_BYTES,
     },

@@ -15,7 +15,7 @@ import pytest
 
 import kvstore
 from kvstore.admin import AdminClient
-from kvstore.data_wire import HELLO, Operation, Request, Stream
+from kvstore.data_wire import HELLO, Operation, Query, Request, SelectRequest, Stream
 from kvstore.testing import make_block
 from tests.support import PATIENCE_S, Daemon
 
@@ -130,7 +130,17 @@ class RawLine:
         }
         return Request(**fields)
 
-    def ask(self, request: Request, secret: bytes | None = None) -> None:
+    def select(
+        self, keys: list[bytes], *, room: int | None = None, whole: bool = False, **changes: Any
+    ) -> SelectRequest:
+        """Keys of NAMESPACE."""
+        query = {"namespace": NAMESPACE.digest(), "group": 0, "length": SIZE, "keys": keys, "whole": whole}
+        who = {"session": self.who.session, "generation": self.who.generation}
+        query |= {name: changes[name] for name in query if name in changes}
+        who |= {name: changes[name] for name in who if name in changes}
+        return SelectRequest(**who, query=Query(**query), room=len(keys) if room is None else room)
+
+    def ask(self, request: Request | SelectRequest, secret: bytes | None = None) -> None:
         self.stream.send(request.pack(secret or self.who.secret, self.nonce, self.number))
         self.number += 1
 

@@ -18,7 +18,7 @@ from kvstore.arena import Arena
 from kvstore.blocks import Namespace
 from kvstore.data_link import DataLink, Pass, Slots
 from kvstore.data_port import DataPort
-from kvstore.data_wire import HELLO, Operation, Request, Status, Stream
+from kvstore.data_wire import HELLO, MAGIC, Operation, Request, Status, Stream
 from kvstore.endpoint import parse_endpoint
 from kvstore.errors import DaemonUnavailable, DeadlineExceeded, RetryLater
 from kvstore.hierarchy import Hierarchy
@@ -87,7 +87,7 @@ def stranger() -> Iterator[socket.socket]:
         yield stranger
 
 
-@pytest.mark.parametrize("begins", [b"", b"kvd1\x01"])
+@pytest.mark.parametrize("begins", [b"", MAGIC + b"\x01"])
 async def test_who_says_nothing_is_sent_away(
     monkeypatch: pytest.MonkeyPatch, stranger: socket.socket, begins: bytes
 ) -> None:

@@ -13,7 +13,15 @@ import pytest
 import kvstore
 from kvstore.buffer import LookupBuffer, Pipe
 from kvstore.congestion import LOSS_BASED
-from kvstore.errors import EndOfPipe, ForkedClient, LimitExceeded, NoMapping, RetryLater, StaleGeneration
+from kvstore.errors import (
+    EndOfPipe,
+    ForkedClient,
+    InvalidRequest,
+    LimitExceeded,
+    NoMapping,
+    RetryLater,
+    StaleGeneration,
+)
 from kvstore.remote import RemoteArena
 from kvstore.testing import make_block
 from tests.remote.conftest import NAMESPACE, SIZE, FarDaemon, check, far_daemon, names, put
@@ -50,6 +58,65 @@ def test_what_a_client_asks_after_a_select_comes_after_its_release(far: FarDaemo
         for _ in range(50):
             check(client, keys)
             assert client.stats()["pins"] == 0
+
+
+def test_a_select_of_what_is_in_the_pool_is_one_request_that_leaves_no_pins(far: FarDaemon) -> None:
+    keys = names(9)
+    with far.connect() as client:
+        put(client, keys)
+        before, calls = far.data()["events"]["select"], far.stats()["calls"].get("Select", 0)
+        with client.select(keys, timeout_s=1) as found:
+            assert len(found) == 9
+            assert far.stats()["pins"] == 0
+            # The blocks are copies: what becomes of those at the daemon does not touch them.
+            client.delete(keys)
+            put(client, names(9, "other"))
+            assert [bytes(view) for view in found] == [make_block(key, SIZE) for key in keys]
+        assert used(client) == 0
+        assert far.data()["events"]["select"] == before + 1
+        assert far.stats()["calls"].get("Select", 0) == calls
+
+
+def test_a_select_gives_the_leading_run_or_waits_for_the_rest(far: FarDaemon) -> None:
+    keys = names(6)
+    with far.connect(data_connections=3) as client, far.connect() as other:
+        put(client, [*keys[:4], keys[5]])
+        with client.select(keys, timeout_s=0) as found:
+            assert [bytes(view) for view in found] == [make_block(key, SIZE) for key in keys[:4]]
+        assert used(client) == 0
+        waits = threading.Timer(0.05, lambda: put(other, [keys[4]]))
+        waits.start()
+        check(client, keys)
+        waits.join(PATIENCE_S)
+        with client.select([b"absent"], timeout_s=0) as found:
+            assert len(found) == 0
+        assert used(client) == 0
+
+
+def test_a_select_comes_after_what_was_posted(far: FarDaemon) -> None:
+    keys = names(2)
+    with far.connect() as client:
+        for _ in range(30):
+            put(client, keys)
+            client.post_delete(keys)
+            with client.select(keys, timeout_s=0) as found:
+                assert len(found) == 0
+
+
+def test_keys_that_fit_no_request_are_selected_all_the_same(far: FarDaemon) -> None:
+    keys = [b"%05d" % index + bytes(120) for index in range(600)]
+    namespace = kvstore.Namespace(model="many", dtype="x", block_size=1, block_bytes=4096)
+    with far.connect(namespace) as client:
+        put(client, keys, 4096)
+        before = far.data()["events"]["select"]
+        check(client, keys, 4096)
+        assert far.data()["events"]["select"] == before
+        with client.select([bytes(200)], timeout_s=0) as found:
+            assert len(found) == 0
+        with pytest.raises(InvalidRequest, match="group"):
+            with client.select(keys, timeout_s=0.1, kv_group=1):
+                raise AssertionError
+        client.flush()
 
 
 @pytest.mark.parametrize("size", [1, 4096, 4097, 100_001, 3 << 20])

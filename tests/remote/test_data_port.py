@@ -12,7 +12,16 @@ import pytest
 
 import kvstore
 from kvstore import data_port
-from kvstore.data_wire import HELLO, MAGIC, REQUEST_HEAD_BYTES, SLOTS_MAX, Lost, Operation, Status
+from kvstore.data_wire import (
+    BODY_BYTES_MAX,
+    HELLO,
+    MAGIC,
+    REQUEST_HEAD_BYTES,
+    SLOTS_MAX,
+    Lost,
+    Operation,
+    Status,
+)
 from kvstore.errors import InvalidRequest
 from kvstore.remote import RemoteArena
 from kvstore.testing import make_block
@@ -51,6 +60,7 @@ def leased(client: kvstore.Client, keys: list[bytes]) -> kvstore.Lease:
         MAGIC + b"\x01" * (REQUEST_HEAD_BYTES - 4),
         MAGIC + b"\x09\0\0\0" + (1).to_bytes(4, "little") + bytes(200),
         MAGIC + b"\x01\0\0\0" + (SLOTS_MAX + 1).to_bytes(4, "little") + bytes(200),
+        MAGIC + b"\x01\0\0\0" + (1).to_bytes(4, "little") + (BODY_BYTES_MAX + 1).to_bytes(4, "little") + bytes(200),
     ],
 )
 def test_garbage_ends_the_connection_and_is_counted(far: FarDaemon, garbage: bytes) -> None:
@@ -151,6 +161,125 @@ def test_connections_have_a_ceiling(far: FarDaemon, monkeypatch: pytest.MonkeyPa
     with far.connect() as client:
         eventually(lambda: far.data()["connections"] == 0, "their places are free")
         put(client, names(1))
+
+
+# -- blocks by their keys --------------------------------------------------------------------------------------------
+
+
+def selected(line: RawLine, keys: list[bytes], **options: object) -> tuple[list[int], list[int]]:
+    """Where the daemon says that they are; their bytes are still to come."""
+    line.ask(line.select(keys, **options))  # type: ignore[arg-type]
+    assert line.stream.receive_reply()[0] is Status.OK
+    return line.stream.receive_slots(len(keys))
+
+
+def test_a_select_pins_until_it_is_checked(far: FarDaemon, raw: Raw) -> None:
+    keys = names(3)
+    with far.connect() as client:
+        put(client, keys)
+        line, other = raw(client), raw(client)
+        offsets, epochs = selected(line, [*keys, b"absent", *keys], room=2)
+        assert len(offsets) == 3
+        # As many as there is room for came with the answer; the third one may be read, on any connection.
+        assert line.stream.receive(2 * SIZE) == b"".join(make_block(key, SIZE) for key in keys[:2])
+        other.ask(other.request(Operation.READ, offsets[2:], epochs[2:]))
+        assert other.stream.receive_reply()[0] is Status.OK
+        assert other.stream.receive(SIZE) == make_block(keys[2], SIZE)
+        assert far.stats()["pins"] == 3
+        line.ask(line.request(Operation.CHECK, offsets, epochs))
+        assert line.stream.receive_reply()[0] is Status.OK
+        assert np.frombuffer(line.stream.receive(12), "<u4").tolist() == epochs
+        assert far.stats()["pins"] == 0
+        other.ask(other.request(Operation.READ, offsets, epochs))
+        assert other.stream.receive_reply()[0] is Status.STALE
+
+
+def test_a_select_ends_with_the_next_one_and_with_its_connection(far: FarDaemon, raw: Raw) -> None:
+    keys = names(3)
+    with far.connect() as client:
+        put(client, keys)
+        line = raw(client)
+        selected(line, keys, room=0)
+        assert far.stats()["pins"] == 3
+        selected(line, keys[:1], room=0)
+        assert far.stats()["pins"] == 1
+        line.stream.close()
+        eventually(lambda: far.stats()["pins"] == 0, "nothing is pinned for a connection that is gone")
+
+
+def test_a_run_that_is_not_whole_may_be_left(far: FarDaemon, raw: Raw) -> None:
+    keys = names(3)
+    with far.connect() as client:
+        put(client, keys[:2])
+        before = far.stats()["misses"]
+        line = raw(client)
+        assert selected(line, keys, whole=True) == ([], [])
+        assert far.stats()["pins"] == 0 and far.stats()["misses"] == before
+        offsets, _ = selected(line, keys, room=0)
+        assert len(offsets) == 2
+        assert far.stats()["misses"]["absent"] == before.get("absent", 0) + 1
+
+
+def test_a_session_that_ended_under_a_select_checks_nothing(far: FarDaemon, raw: Raw) -> None:
+    """Its pins are gone, so its slots may hold anything from then on."""
+    with far.connect(LARGE) as client, far.connect(LARGE) as other:
+        put(client, [b"asked"], LARGE.block_bytes)
+        line = raw(client)
+        line.ask(line.select([b"asked"], namespace=LARGE.digest(), length=LARGE.block_bytes))
+        assert line.stream.receive_reply()[0] is Status.OK
+        offsets, epochs = line.stream.receive_slots(1)
+        half = LARGE.block_bytes // 2
+        first = line.stream.receive(half)
+        client.close()
+        eventually(lambda: far.stats()["pins"] == 0, "the session has ended")
+        other.delete([b"asked"])
+        put(other, [b"other"], LARGE.block_bytes)
+        rest = line.stream.receive(half)
+        assert first == make_block(b"asked", LARGE.block_bytes)[:half] and len(rest) == half
+        line.ask(line.request(Operation.CHECK, offsets, epochs))
+        assert line.stream.receive_reply()[0] is Status.STALE
+
+
+@pytest.mark.parametrize(
+    ("changes", "status"),
+    [
+        ({"generation": bytes(16)}, Status.STALE),
+        ({"session": bytes(16)}, Status.STALE),
+        ({"namespace": bytes(16)}, Status.REFUSED),
+        ({"group": 1}, Status.REFUSED),
+        ({"length": SIZE + 1}, Status.REFUSED),
+        ({"length": SIZE - 1}, Status.REFUSED),
+    ],
+)
+def test_a_select_of_what_is_not_there_pins_nothing(
+    far: FarDaemon, raw: Raw, changes: dict[str, object], status: Status
+) -> None:
+    with far.connect() as client:
+        put(client, names(1))
+        line = raw(client)
+        selected(line, [b"absent"])
+        line.ask(line.select(names(1), **changes))  # type: ignore[arg-type]
+        assert line.stream.receive_reply()[0] is status
+        assert far.stats()["pins"] == 0
+        # The connection goes on.
+        assert len(selected(line, names(1))[0]) == 1
+        assert line.stream.receive(SIZE) == make_block(b"k0", SIZE)
+
+
+def test_a_select_is_good_once_and_with_the_secret_of_its_session(far: FarDaemon, raw: Raw) -> None:
+    with far.connect() as client, far.connect() as stranger:
+        put(client, names(1))
+        assert isinstance(stranger.arena, RemoteArena)
+        line = raw(client)
+        line.ask(line.select(names(1)), stranger.arena._who.secret)
+        assert line.stream.receive_reply()[0] is Status.STALE and closed(line)
+        line = raw(client)
+        packed = line.select(names(1), room=0).pack(line.who.secret, line.nonce, 0)
+        for status in (Status.OK, Status.STALE):
+            line.stream.send(packed)
+            assert line.stream.receive_reply()[0] is status
+            if status is Status.OK:
+                assert len(line.stream.receive_slots(1)[0]) == 1
 
 
 # -- reads whose lease ends ------------------------------------------------------------------------------------------
