@@ -31,6 +31,8 @@ from engine_plugin.vllm.link import Commit
 _SECRET_BYTES: Final = 16
 #: A scheduler that takes nothing for so long hears of the copy in the step's report.
 _SEND_S: Final = 1.0
+#: Words that wait to be sent; those beyond them are not. Far more than a worker has stores under way.
+_WORDS_MAX: Final = 1024
 _MESSAGE: Final = struct.Struct(f"<{_SECRET_BYTES}sQI?")  # secret, ticket, rank, whether the copy is good
 
 
@@ -132,8 +134,11 @@ class AckSender:
         threading.Thread(target=self._run, name="kvstore-ack", daemon=True).start()
 
     def send(self, address: AckAddress, ticket: int, rank: int, good: bool) -> None:
-        """Tells the scheduler that a copy is over. Lost where it is in another network namespace or does not listen."""
-        self._words.put((_MESSAGE.pack(address.secret, ticket, rank, good), address.name))
+        """Tells the scheduler that a copy is over. Lost where it is in another network namespace, does not listen, or
+        takes nothing for long.
+        """
+        if self._words.qsize() < _WORDS_MAX:
+            self._words.put((_MESSAGE.pack(address.secret, ticket, rank, good), address.name))
 
     def close(self) -> None:
         """Sends what is waiting, and no more; does not wait for that."""

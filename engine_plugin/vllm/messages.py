@@ -52,7 +52,7 @@ class WorkerReport:
         attached: Rank -> generation of the pool it has mapped (empty: none).
         stores_done: Ticket -> ranks whose copy is over, well or badly.
         stores_failed: Tickets of which a worker could not copy its part.
-        stores_lost: Tickets that the scheduler has asked about and a worker knows nothing of.
+        stores_lost: Ticket that the scheduler has asked about -> ranks that know nothing of it.
         loads_done: Request -> seconds that the copies of its load took on the slowest worker.
         loads_failed: Request -> reason.
         hook_errors: Hook -> exceptions swallowed.
@@ -64,7 +64,7 @@ class WorkerReport:
     attached: dict[int, bytes] = dataclasses.field(default_factory=dict)
     stores_done: dict[int, set[int]] = dataclasses.field(default_factory=dict)
     stores_failed: set[int] = dataclasses.field(default_factory=set)
-    stores_lost: set[int] = dataclasses.field(default_factory=set)
+    stores_lost: dict[int, set[int]] = dataclasses.field(default_factory=dict)
     loads_failed: dict[str, str] = dataclasses.field(default_factory=dict)
     loads_done: dict[str, float] = dataclasses.field(default_factory=dict)
     hook_errors: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -78,10 +78,10 @@ class WorkerReport:
     def add(self, other: WorkerReport) -> None:
         """Takes another worker's report, or a later one, into this one."""
         self.attached.update(other.attached)
-        for ticket, ranks in other.stores_done.items():
-            self.stores_done.setdefault(ticket, set()).update(ranks)
+        for mine, others in ((self.stores_done, other.stores_done), (self.stores_lost, other.stores_lost)):
+            for ticket, ranks in others.items():
+                mine.setdefault(ticket, set()).update(ranks)
         self.stores_failed |= other.stores_failed
-        self.stores_lost |= other.stores_lost
         self.loads_failed.update(other.loads_failed)
         for req_id, seconds in other.loads_done.items():
             self.loads_done[req_id] = max(seconds, self.loads_done.get(req_id, 0.0))

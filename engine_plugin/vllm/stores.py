@@ -17,6 +17,7 @@ import itertools
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Final
 
 import numpy as np
@@ -221,21 +222,27 @@ class Stores:
     def _skip(self, reason: str, count: int) -> None:
         self.counts["skipped", reason] += count
 
-    def report(self, done: Mapping[int, Collection[int]], failed: Iterable[int], lost: Iterable[int] = ()) -> None:
+    def report(
+        self,
+        done: Mapping[int, Collection[int]],
+        failed: Iterable[int],
+        lost: Mapping[int, Collection[int]] = MappingProxyType({}),
+    ) -> None:
         """What workers have reported.
 
         Args:
             done: Ranks whose copy is over, by ticket.
             failed: Tickets of which a worker could not copy its part.
-            lost: Tickets that a worker was asked about and knows nothing of.
+            lost: Ranks that were asked about a ticket and know nothing of it.
         """
         for ticket in failed:
             store = self._under_way.get(ticket)
             if store is not None:
                 store.failed = True
-        for ticket in lost:
+        for ticket, ranks in lost.items():
             store = self._under_way.get(ticket)
-            if store is not None:
+            # Who has reported its part is through with it, and knows nothing of it any more: others are slower.
+            if store is not None and not store.acks.issuperset(self._ranks.intersection(ranks)):
                 store.lost = store.failed = True
         for ticket, ranks in done.items():
             store = self._under_way.get(ticket)

@@ -26,7 +26,7 @@ from engine_plugin.copy.reads import DirectRead
 from engine_plugin.vllm.acks import AckSender
 from engine_plugin.vllm.direct import Opening
 from engine_plugin.vllm.far import FarCopies, FarCopy
-from engine_plugin.vllm.guard import guarded, limited_log, nothing
+from engine_plugin.vllm.guard import guarded, limited_log, note_failure, nothing
 from engine_plugin.vllm.layout import RankLayout, copies_of, pieces_of
 from engine_plugin.vllm.messages import SlotSpec, WorkerReport, no_slots
 from kvstore.errors import Damage, RetryLater, StaleGeneration
@@ -169,13 +169,13 @@ class KVStoreWorker(OffloadingWorker):
         if jobs:
             self._direct.reads.wait(jobs)
 
-    @guarded(nothing)
     def shutdown(self) -> None:
-        self._direct.close()
-        self._far.close()
-        self._engine.close()
-        self._acks.close()
-        self._client.close()
+        # Each by itself: whatever one leaves behind, the session's end gives back what this worker holds.
+        for owned in (self._direct, self._far, self._engine, self._acks, self._client):
+            try:
+                owned.close()
+            except Exception:
+                note_failure(self, "shutdown")
 
     def asked_about(self, tickets: Collection[int]) -> None:
         """The scheduler has not heard of these stores for long. What is neither under way nor about to be reported will
@@ -184,7 +184,7 @@ class KVStoreWorker(OffloadingWorker):
         for ticket in set(tickets).difference(self._tickets.values(), self._report.stores_done):
             self._given_up.add(ticket)
             self._report.stores_done[ticket] = {self._rank}
-            self._report.stores_lost.add(ticket)
+            self._report.stores_lost[ticket] = {self._rank}
 
     # -- for the connector ---------------------------------------------------------------------------------------------
 

@@ -183,7 +183,7 @@ class Engine:
         here = {(copy.store.ticket, copy.rank) for copy in (*self.copies, *(copy for copy, _ in self.ended))}
         for ticket in self.stores.late():
             lost = {rank for rank in range(WORKERS) if (ticket, rank) not in here}
-            self.stores.report({ticket: lost}, (), {ticket} if lost else ())
+            self.stores.report({ticket: lost}, (), {ticket: lost} if lost else {})
         if turn:
             self.link.turn()
 

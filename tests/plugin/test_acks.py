@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from engine_plugin.vllm.acks import Acks, AckSender, _Expected
+from engine_plugin.vllm.acks import _WORDS_MAX, Acks, AckSender, _Expected
 from engine_plugin.vllm.link import Commit
 from engine_plugin.vllm.stock import Slots
 
@@ -71,6 +71,14 @@ def test_many_words_at_once_arrive(rig: Rig) -> None:
             rig.sender.send(rig.acks.address, 1, rank, True)
         rig.acks._expected[1] = _Expected(set(range(ranks)), lambda: [COMMIT])
     assert rig.told.wait(20)
+
+
+def test_words_that_nobody_takes_do_not_add_up(rig: Rig) -> None:
+    assert rig.acks.address is not None
+    with rig.acks._lock:  # the socket's thread stands still, and the kernel queues a few only
+        for ticket in range(3 * _WORDS_MAX):
+            rig.sender.send(rig.acks.address, ticket, 0, True)
+        assert rig.sender._words.qsize() <= _WORDS_MAX
 
 
 def test_what_cannot_be_sent_is_left_to_the_step(rig: Rig) -> None:

@@ -95,7 +95,7 @@ def one_order(seed: int) -> None:
 
     def foreign_acknowledgements() -> None:
         """Of stores and loads that are over, or never were."""
-        engine.stores.report({rng.randrange(1000, 2000): {0}}, [rng.randrange(1000, 2000)], [rng.randrange(1000, 2000)])
+        engine.stores.report({rng.randrange(1000, 2000): {0}}, [rng.randrange(1000, 2000)], {rng.randrange(1000, 2000): {0}})
         engine.acks.heard(rng.randrange(1000, 2000), 0, True)
         engine.stores.complete([key_of(99, 99)])
         engine.lookups.load_done(f"request {rng.randrange(number + 1)} of another engine")
@@ -394,6 +394,28 @@ def test_a_reset_publishes_nothing_of_before_and_promises_nothing_until_it_is_th
         engine.copy_one(rng)
     engine.link.turn()
     assert not {hash_of(key_of(8, place)) for place in range(4)} & set(daemon.blocks)
+
+
+def test_a_rank_that_has_reported_a_store_does_not_lose_it_where_it_is_asked_again() -> None:
+    """It has forgotten the store since; another rank is still copying."""
+    daemon = FakeDaemon(64)
+    engine = Engine(daemon)
+    keys = [key_of(8, place) for place in range(4)]
+    engine.submit("request", keys)
+    engine.schedule()
+    engine.schedule()
+    first, second = engine.copies
+    rng = random.Random(0)
+    rng.random = lambda: 0.8  # type: ignore[method-assign]  # no word between steps, no failure
+    engine.copies = [first]
+    engine.copy_one(rng)
+    engine.copies = [second]
+    engine.time += ASK_S
+    engine.schedule()
+    engine.copy_one(rng)
+    engine.link.turn()
+    assert {hash_of(key) for key in keys} == set(daemon.blocks)
+    assert not engine.stores.counts["skipped", "lost"]
 
 
 def test_an_engine_without_requests_goes_on_for_the_reports_that_a_reset_has_cut_off() -> None:

@@ -267,19 +267,19 @@ def test_attachment_is_reported_when_it_changes(rig: Rig) -> None:
 def test_reports_of_ranks_add_up() -> None:
     from engine_plugin.vllm.messages import KVStoreWorkerMetadata, WorkerReport
 
-    one = KVStoreWorkerMetadata({5: 1}, report=WorkerReport({0: b"g"}, {7: {0}}, {7}, {6}, {"r": "epoch"}))
-    two = KVStoreWorkerMetadata({5: 1}, report=WorkerReport({1: b"g"}, {7: {1}, 8: {1}}, set(), {9}))
+    one = KVStoreWorkerMetadata({5: 1}, report=WorkerReport({0: b"g"}, {7: {0}}, {7}, {6: {0}, 9: {0}}, {"r": "epoch"}))
+    two = KVStoreWorkerMetadata({5: 1}, report=WorkerReport({1: b"g"}, {7: {1}, 8: {1}}, set(), {9: {1}}))
     both = one.aggregate(two)
     assert isinstance(both, KVStoreWorkerMetadata)
     assert both.completed_jobs == {5: 2}
-    assert both.report == WorkerReport({0: b"g", 1: b"g"}, {7: {0, 1}, 8: {1}}, {7}, {6, 9}, {"r": "epoch"})
+    assert both.report == WorkerReport({0: b"g", 1: b"g"}, {7: {0, 1}, 8: {1}}, {7}, {6: {0}, 9: {0, 1}}, {"r": "epoch"})
 
 
 def test_a_store_that_is_asked_about_is_under_way_or_will_never_be_begun(rig: Rig) -> None:
     rig.worker.submit_store(1, rig.blocks([3, 5], 0), rig.slots([4], ticket=7))
     rig.worker.asked_about([7, 8])
     report = rig.worker.take_report()
-    assert report.stores_lost == {8}
+    assert report.stores_lost == {8: {RANK}}
     assert report.stores_done == {8: {RANK}}
     assert rig.finish(1).stores_done == {7: {RANK}}
     assert rig.session.arena is not None
@@ -287,6 +287,16 @@ def test_a_store_that_is_asked_about_is_under_way_or_will_never_be_begun(rig: Ri
     late = rig.store([1, 2], [5], ticket=8)
     assert 8 not in late.stores_done
     assert np.array_equal(rig.session.arena.memory, before)
+
+
+def test_what_cannot_be_closed_keeps_nothing_else_open(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails() -> None:
+        raise RuntimeError("of a driver that is gone")
+
+    monkeypatch.setattr(rig.worker._direct, "close", fails)
+    rig.worker.shutdown()
+    assert not rig.session.attached
+    assert rig.worker.hook_errors["shutdown"] == 1
 
 
 def test_another_layout_than_the_schedulers_is_refused(rig: Rig) -> None:
