@@ -163,6 +163,11 @@ class Client(EngineCalls):
         return self._connection.attached is not None
 
     @property
+    def draining(self) -> bool:
+        """Whether the daemon is stopping: it hands out no more slots, and waits for those that are held."""
+        return self._connection.draining
+
+    @property
     def generation(self) -> bytes | None:
         """The life of the pool that this client is attached to; None where it is not attached."""
         attached = self._connection.attached

@@ -107,6 +107,7 @@ class Connection:
         self._attached: Attached | None = None
         self._last_error: KVStoreError | None = None
         self._closed = False
+        self._draining = False
         self._stream: Any = None
         #: Requests that are to be forgotten, each with its session. A thread is there while there are any.
         self._given_up: list[tuple[int, Attached]] = []
@@ -127,6 +128,11 @@ class Connection:
     def namespace(self) -> Namespace | None:
         """The namespace that was asked for, as it was given; also while there is no session."""
         return self._namespace
+
+    @property
+    def draining(self) -> bool:
+        """Whether the daemon has said that it is stopping."""
+        return self._draining
 
     @property
     def forked(self) -> bool:
@@ -344,6 +350,7 @@ class Connection:
             watchdog.cancel()
         with self._changed:
             self._attached = attached
+            self._draining = False
             self._last_error = None
             self._changed.notify_all()
         if isinstance(attached.arena, ArenaView) and self._prefault_wanted:
@@ -355,6 +362,7 @@ class Connection:
                 if event.HasField("population") and isinstance(attached.arena, ArenaView):
                     attached.arena.populated_bytes = event.population.populated_bytes
                     self._population.set()
+                self._draining |= event.HasField("draining")
         except grpc.RpcError as gone:
             # The daemon has gone, or this client was closed. gRPC raises the stream itself, which this client keeps:
             # its traceback would keep this frame, and with it the mapping.

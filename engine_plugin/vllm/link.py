@@ -11,7 +11,7 @@ turn, in this order, since loads go before stores at every queue:
     commits     one call per store, in prefix order
     aborts      slots back, also those whose commit got no answer
     releases    pins back, and blocks away that were claimed and loaded
-    stock       empty slots topped up, or returned when nothing was stored for a while
+    stock       empty slots topped up, or returned when nothing was stored for a while or the daemon is stopping
     questions   which keys are there, for nobody who waits
 
 Knows nothing of vLLM.
@@ -261,7 +261,7 @@ class DaemonLink:
     def _pause_s(self) -> float:
         """How long until there may be something to do."""
         pauses = [_TICK_S]
-        stock = self._stock.pause_s() if self._client.attached else None
+        stock = self._stock.pause_s() if self._client.attached and not self._client.draining else None
         if stock is not None:
             pauses.append(stock)
         if self._coming:
@@ -284,7 +284,7 @@ class DaemonLink:
             work.releases += self._do_coming(stop)
         for commit in work.commits:
             self._do_commit(commit)
-        unused = self._stock.surplus(all_of_it=stop)
+        unused = self._stock.surplus(all_of_it=stop or self._client.draining)  # a stopping daemon waits for them
         if len(unused):
             work.aborts.append(unused)
         aborts, self._retry = self._retry + work.aborts, []
@@ -502,7 +502,7 @@ class DaemonLink:
 
     def _do_stock(self) -> None:
         generation = self._client.generation
-        if not self._client.attached or generation is None:
+        if not self._client.attached or generation is None or self._client.draining:
             return
         self._stock.settle(generation)
         count = self._stock.lacks()

@@ -167,6 +167,7 @@ class FakeClient:
         self.daemon = daemon
         self.arena: FakeArena | None = None
         self.closed = False
+        self.draining = False
         self.reserved: dict[bytes, set[int]] = {}  # by generation
         self.attach()
 

@@ -8,9 +8,11 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+import kvstore
 from engine_plugin.vllm.link import Commit, DaemonLink, Query
-from engine_plugin.vllm.stock import Slots
+from engine_plugin.vllm.stock import STOCK_BASE, Slots
 from tests.plugin.fakes import SLOT_BYTES, FakeClient, FakeDaemon, FakeLease
+from tests.support import eventually, running_daemon
 
 KEYS = [bytes([i]) * 32 for i in range(6)]
 
@@ -150,3 +152,14 @@ def test_a_call_that_raises_anything_does_not_end_the_thread() -> None:
     wait_until(lambda: daemon.calls.count("acquire"))
     assert link.take_counts()["calls_failed", "error"] == 1
     link.close()
+
+
+def test_a_busy_engine_does_not_keep_a_daemon_from_stopping() -> None:
+    with running_daemon("--drain-s", "3600") as daemon:
+        namespace = kvstore.Namespace(model="busy", dtype="bfloat16", block_size=64, block_bytes=64 << 10)
+        link = DaemonLink(daemon.connect(namespace), stock_max=16)
+        link.set_busy(True)
+        link.ask([query()])
+        eventually(lambda: daemon.stats()["reserved_slots"] == len(KEYS) + STOCK_BASE)
+        assert daemon.stop() == 0
+        link.close()
