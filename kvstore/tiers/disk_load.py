@@ -7,7 +7,6 @@ record is: until the first read, which checks everything.
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import ctypes
 import dataclasses
@@ -38,6 +37,7 @@ from kvstore.tiers.disk_ledger import Ledger, Snapshot
 from kvstore.tiers.extent import ALIGN_BYTES, FOOTER_BYTES, Footer, extent_bytes_for, parse_footer
 from kvstore.tiers.files import aligned_memory
 from kvstore.tiers.index_check import IndexDamaged
+from kvstore.tiers.side_threads import SideThreads
 from kvstore.tiers.slabs import GONE, INDEX_BYTES_PER_BLOCK, RAW, RECENCY_BYTES_PER_BLOCK, Books, Entry, Slab
 
 #: Set aside for all that is neither slab nor record: LMDB's first pages, texts of namespaces, the small files.
@@ -333,8 +333,8 @@ def scan_footers(folder: DiskFolder, slabs: list[Slab]) -> Iterator[Columns]:
             for length, (names, values) in by_length.items()
         ]
 
-    with concurrent.futures.ThreadPoolExecutor(_SCAN_THREADS, thread_name_prefix="kvstore-scan") as pool:
-        yield from itertools.chain.from_iterable(pool.map(scan, chunks))
+    with SideThreads(_SCAN_THREADS, "kvstore-scan") as threads:
+        yield from itertools.chain.from_iterable(threads.map(scan, chunks, 2 * _SCAN_THREADS))
 
 
 def read_footer(folder: DiskFolder, slab: Slab, extent: int) -> Footer | None:

@@ -16,8 +16,6 @@ LMDB itself at open.
 
 from __future__ import annotations
 
-import collections
-import concurrent.futures
 import dataclasses
 import os
 import struct
@@ -27,6 +25,8 @@ from typing import Final, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+
+from kvstore.tiers.side_threads import SideThreads
 
 Pages = npt.NDArray[np.uint64]
 R = TypeVar("R")
@@ -87,7 +87,7 @@ def read_index_file(path: Path, take: Callable[[Leaves], R]) -> Iterator[R]:
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         # The end of the block waits for the threads, so that none of them uses a descriptor that is closed.
-        with concurrent.futures.ThreadPoolExecutor(_THREADS, thread_name_prefix="kvstore-index") as threads:
+        with SideThreads(_THREADS, "kvstore-index") as threads:
             yield from _Checker(fd, threads).run(take)
     finally:
         os.close(fd)
@@ -115,7 +115,7 @@ class _Found(Generic[R]):
 
 
 class _Checker:
-    def __init__(self, fd: int, threads: concurrent.futures.ThreadPoolExecutor) -> None:
+    def __init__(self, fd: int, threads: SideThreads) -> None:
         self._fd = fd
         self._threads = threads
         self._page_bytes = 4096
@@ -187,7 +187,8 @@ class _Checker:
         counted = 0
         if depth:
             self._mark(level)
-            for found in self._leaves(np.sort(level), what, take):
+            # Not too far ahead: what they have read stays in memory until it is taken.
+            for found in self._threads.map(lambda span: self._leaf(span, what, take), _spans(np.sort(level)), _AHEAD):
                 counted += found.nodes
                 for page, length in found.big:
                     data = self._overflow(page, length)
@@ -196,20 +197,6 @@ class _Checker:
                 yield found.taken
         if counted != entries:
             raise IndexDamaged(f"the tree of {what} says {entries} entries and has {counted}")
-
-    def _leaves(self, numbers: Pages, what: str, take: Callable[[Leaves], R]) -> Iterator[_Found[R]]:
-        """Has the threads look at leaves, not too far ahead: what they have read stays in memory until it is taken."""
-        under_way: collections.deque[concurrent.futures.Future[_Found[R]]] = collections.deque()
-        try:
-            for span in _spans(numbers):
-                under_way.append(self._threads.submit(self._leaf, span, what, take))
-                if len(under_way) > _AHEAD:
-                    yield under_way.popleft().result()
-            while under_way:
-                yield under_way.popleft().result()
-        finally:
-            for future in under_way:
-                future.cancel()
 
     def _leaf(self, numbers: Pages, what: str, take: Callable[[Leaves], R]) -> _Found[R]:
         """Records of some leaves."""

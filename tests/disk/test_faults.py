@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -228,6 +230,58 @@ async def test_close_does_not_wait_for_a_hung_medium(tmp_path: Path) -> None:
         read = await tier.read([(KEYS[0], memoryview(bytearray(BLOCK_BYTES)))], 0.05)
         assert read == [ReadOutcome.BUFFER_LOST]
     io.recover()
+
+
+_HANGING = """
+import asyncio, os, sys, threading
+from pathlib import Path
+from kvstore.clock import SystemClock
+from kvstore.tiers import disk
+from kvstore.tiers.files import FileIO
+
+disk._OPEN_S = disk._CLOSE_S = 0.05
+reached = threading.Event()
+
+def hang_on(thread):
+    if threading.current_thread().name.startswith(thread):
+        reached.set()
+        threading.Event().wait()
+
+def pread(fd, size, offset, plain=os.pread):
+    hang_on("kvstore-index")
+    return plain(fd, size, offset)
+
+class HangingIO(FileIO):
+    def preadv(self, fd, buffers, offset):
+        hang_on("kvstore-scan")
+        return super().preadv(fd, buffers, offset)
+
+async def main():
+    os.pread = pread
+    tier = disk.DiskTier(Path(sys.argv[1]), int(sys.argv[2]), SystemClock(), io=HangingIO())
+    await tier.open()
+    assert await asyncio.to_thread(reached.wait, 60)
+    await tier.close()
+
+asyncio.run(main())
+print("closed", flush=True)
+"""
+
+
+@pytest.mark.parametrize("what", ["index", "footers"])
+async def test_a_medium_that_hangs_at_a_start_does_not_keep_the_process(tmp_path: Path, what: str) -> None:
+    async with opened(tmp_path) as tier:
+        await store(tier, KEYS)
+    if what == "footers":
+        (tmp_path / "index" / "data.mdb").unlink()
+    ended = subprocess.run(
+        [sys.executable, "-c", _HANGING, str(tmp_path), str(CAPACITY_BYTES)],
+        cwd=Path(__file__).parents[2],
+        timeout=60,
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode == 0 and ended.stdout.endswith("closed\n"), ended
 
 
 async def _until(condition: object) -> None:
