@@ -100,7 +100,6 @@ def fill(
     """
     records = _Records(chunks, stale)
     table = records.table
-    books.next_slab = max(books.next_slab, int(table["slab"].max(initial=0)) + 1)
     if not books.slabs:
         stale += records.names(np.arange(table.size))
         return []
@@ -108,7 +107,7 @@ def fill(
     slab_rows = np.minimum(np.searchsorted(places.numbers, table["slab"]), len(places.slabs) - 1)
     sizes, sequences, extents = table["size_bytes"], table["sequence"], table["extent"].astype(np.int64)
     fits = (places.numbers[slab_rows] == table["slab"]) & (extents < places.extents[slab_rows])
-    fits &= (sizes < _SIZE_MAX) & (sequences > 0) & (sequences < SEQUENCE_MASK)
+    fits &= (sizes < _SIZE_MAX) & (sequences > 0) & (sequences < (known.ceiling or SEQUENCE_MASK))
     needed = -(-(sizes.astype(np.int64) + FOOTER_BYTES) // ALIGN_BYTES) * ALIGN_BYTES
     fits &= needed == places.strides[slab_rows]
     rows = np.flatnonzero(fits)

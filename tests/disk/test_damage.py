@@ -13,11 +13,13 @@ from pathlib import Path
 import pytest
 
 from kvstore.errors import ConfigError
-from kvstore.testing.tier_suite import BLOCK_BYTES, load, name_of, present, store
+from kvstore.testing import make_block
+from kvstore.testing.tier_suite import BLOCK_BYTES, DEADLINE_S, load, name_of, present, store
 from kvstore.tier import ReadOutcome, TierNamespace, WriteOutcome
 from kvstore.tiers.disk_index import RECORD, DiskIndex
 from kvstore.tiers.extent import pack_footer, parse_footer
 from kvstore.tiers.index_check import IndexDamaged, check_index_file
+from kvstore.tiers.slabs import SEQUENCE_MASK
 from kvstore.tiers.verify import verify
 from tests.disk.media import opened, slab_paths
 
@@ -211,6 +213,7 @@ async def test_records_that_lie_are_found_out(tmp_path: Path) -> None:
     async with opened(tmp_path) as tier:
         await store(tier, KEYS)
         entries = dict(tier.books.index)
+        newer = tier.books.sequence + 1000
     index = DiskIndex(tmp_path / "index", 1 << 26)
     slab = entries[KEYS[0]].slab.number
 
@@ -223,10 +226,10 @@ async def test_records_that_lie_are_found_out(tmp_path: Path) -> None:
             lie(0, 999, 0, BLOCK_BYTES, 1),  # no such slab
             lie(1, slab, 10**6, BLOCK_BYTES, 1),  # no such extent
             lie(2, entries[KEYS[3]].slab.number, entries[KEYS[3]].extent, BLOCK_BYTES, 1),  # another block's, older
-            lie(4, entries[KEYS[4]].slab.number, entries[KEYS[4]].extent, 5000, 1 << 40),  # size of another class
-            lie(5, entries[KEYS[5]].slab.number, entries[KEYS[5]].extent, BLOCK_BYTES - 7, 1 << 40),  # another size
+            lie(4, entries[KEYS[4]].slab.number, entries[KEYS[4]].extent, 5000, newer),  # size of another class
+            lie(5, entries[KEYS[5]].slab.number, entries[KEYS[5]].extent, BLOCK_BYTES - 7, newer),  # another size
             (KEYS[6], b"short"),
-            lie(7, entries[KEYS[8]].slab.number, entries[KEYS[8]].extent, BLOCK_BYTES, 1 << 40),  # another's, newer
+            lie(7, entries[KEYS[8]].slab.number, entries[KEYS[8]].extent, BLOCK_BYTES, newer),  # another's, newer
         ],
     )
     index.close()
@@ -239,7 +242,34 @@ async def test_records_that_lie_are_found_out(tmp_path: Path) -> None:
         assert await load(tier, KEYS) == [OK] * 48
         places = [(one.slab.number, one.extent) for one in tier.books.index.values()]
         assert len(set(places)) == len(places)
-        assert tier.books.sequence > 1 << 40
+        assert tier.books.sequence > newer
+
+
+async def test_wild_numbers_in_the_index_do_not_spread(tmp_path: Path) -> None:
+    """Records have no checksum of their own, and what they say is where new slabs and sequences go on from."""
+    async with opened(tmp_path) as tier:
+        await store(tier, KEYS)
+        entries = dict(tier.books.index)
+        sequence = tier.books.sequence
+    index = DiskIndex(tmp_path / "index", 1 << 26)
+    place = entries[KEYS[1]].slab.number, entries[KEYS[1]].extent
+    index.commit(
+        (),
+        [
+            (KEYS[0], RECORD.pack((1 << 32) - 1, 0, BLOCK_BYTES, 1)),
+            (KEYS[1], RECORD.pack(*place, BLOCK_BYTES, SEQUENCE_MASK - 1)),
+        ],
+    )
+    index.close()
+    other = name_of(1000)
+    for _ in range(2):
+        async with opened(tmp_path) as tier:
+            await store(tier, KEYS)
+            await tier.write([(other, memoryview(make_block(other, 3 * BLOCK_BYTES)))], DEADLINE_S)  # a slab of its own
+            assert await tier.sync()
+            assert tier.books.next_slab < 100 and tier.books.sequence < sequence + (1 << 40)
+            assert await load(tier, KEYS) == [OK] * 48
+            assert await tier.stat([other]) == [3 * BLOCK_BYTES]
 
 
 async def test_a_damaged_recency_file_costs_only_the_order(tmp_path: Path) -> None:

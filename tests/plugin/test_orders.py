@@ -95,7 +95,8 @@ def one_order(seed: int) -> None:
 
     def foreign_acknowledgements() -> None:
         """Of stores and loads that are over, or never were."""
-        engine.stores.report({rng.randrange(1000, 2000): {0}}, [rng.randrange(1000, 2000)], {rng.randrange(1000, 2000): {0}})
+        done, failed, lost = (rng.randrange(1000, 2000) for _ in range(3))
+        engine.stores.report({done: {0}}, [failed], {lost: {0}})
         engine.acks.heard(rng.randrange(1000, 2000), 0, True)
         engine.stores.complete([key_of(99, 99)])
         engine.lookups.load_done(f"request {rng.randrange(number + 1)} of another engine")
