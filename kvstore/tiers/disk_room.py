@@ -29,6 +29,8 @@ _STEPS_IN_VAIN_MAX: Final = 64
 #: Of a class, what is evicted at once where one block has to leave: the wait for the index is the same.
 _EVICT_SHARE: Final = 64
 _EVICT_MAX: Final = 256
+#: How long a slab that could not be removed stays before the next try.
+REMOVE_AGAIN_S: Final = 5.0
 #: How long a file system that had no room for a slab is not asked again.
 GROW_AGAIN_S: Final = 5.0
 #: Bytes pre-written at a time. Short enough that a load which comes meanwhile does not feel it.
@@ -65,7 +67,8 @@ class Room:
         self._removing = asyncio.Lock()
         self._steps: set[asyncio.Task[bool]] = set()
         self._grow_again_at = 0.0
-        #: Slabs that are given up and wait for their last reader.
+        self._remove_again_at = 0.0
+        #: Slabs that are given up and wait for their last reader, or for a file system that does not let them go.
         self._leaving: list[Slab] = []
         self._zeros = aligned_memory(_PREWRITE_BYTES)
         self.stolen = 0
@@ -109,7 +112,8 @@ class Room:
         extents = self._books.room_for_slab(kind.extent_bytes)
         if extents and self._clock.monotonic() >= self._grow_again_at and await self._grow(kind, extents):
             return True
-        cold = self._books.slab_to_steal(kind)
+        # Not while one is leaving: its room comes first, and where files cannot be removed no other one would make any.
+        cold = self._books.slab_to_steal(kind) if not self._leaving else None
         if cold is not None:
             self.stolen += 1
             await self.give_up(cold)
@@ -175,17 +179,22 @@ class Room:
         await self._committer.flush()
 
     async def remove_leaving(self) -> None:
-        """Removes the slabs that were given up and that nobody reads any more.
+        """Removes the slabs that were given up and that nobody reads any more. One whose file stays keeps its charge,
+        and is tried again.
 
         An index that still names such a slab (its commit failed) names a file that is not there; the next start drops
         such records.
         """
         async with self._removing:
+            if self._clock.monotonic() < self._remove_again_at:
+                return
             for slab in [slab for slab in self._leaving if not slab.readers and not slab.in_flight]:
                 try:
                     await self._threads.call(Lane.KEEP, functools.partial(self._folder.remove_slab, slab))
                 except OSError as error:
                     self._health.note(error.errno or errno.EIO, "removing a slab")
+                    self._remove_again_at = self._clock.monotonic() + REMOVE_AGAIN_S
+                    return
                 self._leaving.remove(slab)
                 self._books.charge(-slab.charge_bytes)
 

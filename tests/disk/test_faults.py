@@ -17,6 +17,7 @@ from kvstore.tier import ReadOutcome, TierState, WriteOutcome
 from kvstore.tiers import disk_load
 from kvstore.tiers.disk import DiskTier
 from kvstore.tiers.disk_index import Columns
+from kvstore.tiers.disk_room import REMOVE_AGAIN_S
 from tests.disk.media import CAPACITY_BYTES, PlainIO, SickIO, StrictIO, heal, opened, slab_paths
 
 KEYS = [name_of(number) for number in range(16)]
@@ -308,6 +309,30 @@ async def test_a_deleted_slab_is_missed_and_its_neighbours_stay(tmp_path: Path) 
         assert await store(tier, lost) == [WriteOutcome.STORED] * len(lost)
     async with opened(tmp_path) as tier:
         assert await load(tier, KEYS) == [OK] * 16
+
+
+async def test_a_slab_that_cannot_be_removed_keeps_its_room_and_takes_no_other_along(tmp_path: Path) -> None:
+    io, clock = SickIO(), FakeClock()
+    async with opened(tmp_path, clock=clock, io=io, prewrite=False) as tier:
+        sizes = (3, 5)
+        for size in sizes:  # until there is no room for another slab
+            names = [name_of(1000 * size + number) for number in range(400 // size)]
+            await tier.write([(name, memoryview(make_block(name, size * BLOCK_BYTES))) for name in names], DEADLINE_S)
+        assert tier.room is not None
+        slabs, charged, stolen = slab_paths(tmp_path), tier.books.charged_bytes, tier.room.stolen
+        io.errors["unlink"] = errno.EPERM
+        assert await store(tier, KEYS) == [WriteOutcome.NO_ROOM] * 16
+        assert await store(tier, KEYS) == [WriteOutcome.NO_ROOM] * 16
+        assert tier.room.stolen == stolen + 1
+        assert slab_paths(tmp_path) == slabs and tier.books.charged_bytes == charged
+        assert tier.stats()["fault"]["name"] == "EPERM"
+        io.recover()
+        clock.advance(REMOVE_AGAIN_S)
+        await tier.tend()
+        assert await store(tier, KEYS) == [WriteOutcome.STORED] * 16
+        assert await load(tier, KEYS) == [OK] * 16
+        taken = sum(path.stat().st_blocks * 512 for path in slab_paths(tmp_path))
+        assert taken <= tier.books.charged_bytes <= CAPACITY_BYTES
 
 
 async def test_a_slab_deleted_between_runs_is_missed(tmp_path: Path) -> None:
