@@ -112,6 +112,42 @@ class DiskFolder:
             self.release()
             raise
 
+    def restore(self) -> None:
+        """Makes the directory anew, and takes it, where somebody has removed it or all that was in it.
+
+        Raises:
+            OSError: it cannot be made; or it is another one now, or on another file system, and not to be filled.
+        """
+        if self.is_in_place():
+            return
+        held = os.fstat(self._lock_fd)
+        above = next(each for each in (self.path, *self.path.absolute().parents) if each.exists())
+        if above.stat().st_dev != held.st_dev:
+            raise OSError(errno.ENODEV, f"{self.path} is on another file system than it was: is it mounted?")
+        old, self._lock_fd = self._lock_fd, -1
+        try:
+            self.hold()
+        except BaseException as error:
+            self._lock_fd = old
+            if isinstance(error, ConfigError):
+                raise OSError(errno.ESTALE, str(error)) from error
+            raise
+        os.close(old)
+
+    def is_in_place(self) -> bool:
+        """Whether the directory is the one that was taken; False: its lock file is gone.
+
+        Raises:
+            OSError: ESTALE: there is somebody else's in its place.
+        """
+        try:
+            found = os.stat(self.path / LOCK_FILE)
+        except FileNotFoundError:
+            return False
+        if not os.path.samestat(found, os.fstat(self._lock_fd)):
+            raise OSError(errno.ESTALE, f"{self.path} is another directory than it was: start the daemon anew")
+        return True
+
     def release(self) -> None:
         """Lets go of the directory. Its files are for somebody else afterwards."""
         if self._lock_fd >= 0:
@@ -257,8 +293,10 @@ class DiskFolder:
         fd, slab.fd = slab.fd, -1
         if fd >= 0:
             os.close(fd)
+        path = self.slab_path(slab.number, slab.extent_bytes)
         with contextlib.suppress(FileNotFoundError):
-            self.io.unlink(self.slab_path(slab.number, slab.extent_bytes))
+            if path.stat().st_ino == slab.inode:  # else somebody has put another one in its place
+                self.io.unlink(path)
 
     def close_files(self, slabs: Iterable[Slab]) -> None:
         """Closes slabs that stay."""

@@ -110,6 +110,7 @@ class Keeper:
             return
 
         def probe() -> int:
+            tier.folder.restore()
             probe_again(tier.folder.io, tier.probe_file, tier.folder.medium.direct)
             room = os.statvfs(tier.directory)
             return room.f_bavail * room.f_frsize

@@ -133,6 +133,7 @@ class Ledger:
         Raises:
             OSError: the old file is still there, and what is appended goes behind what there was.
         """
+        self._folder.is_in_place()
         path = self._folder.path / REMOVED_FILE
         if not self._generation or not path.exists() or path.stat().st_size != REMOVED_BYTES:
             self._at = REMOVED_BYTES
@@ -157,6 +158,7 @@ class Ledger:
         """
         if len(marks) // MARK_WORDS > self.room:  # `recency` could not be written since the caller looked
             raise OSError(errno.EAGAIN, f"{REMOVED_FILE}: no room")
+        self._folder.is_in_place()
         data = marks.tobytes()
         check = xxhash.xxh3_64_intdigest(data, seed=self._generation)
         group = _GROUP.pack(_GROUP_MAGIC, len(marks) // MARK_WORDS, self._generation, check) + data

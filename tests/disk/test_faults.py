@@ -5,19 +5,23 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from kvstore.errors import ConfigError
 from kvstore.testing import FakeClock, make_block
 from kvstore.testing.tier_suite import BLOCK_BYTES, DEADLINE_S, filled, load, name_of, present, store
 from kvstore.tier import ReadOutcome, TierState, WriteOutcome
 from kvstore.tiers import disk_load
 from kvstore.tiers.disk import DiskTier
+from kvstore.tiers.disk_folder import DiskFolder, holder_of
 from kvstore.tiers.disk_index import Columns
 from kvstore.tiers.disk_room import REMOVE_AGAIN_S
+from kvstore.tiers.files import FileIO
 from tests.disk.media import CAPACITY_BYTES, PlainIO, SickIO, StrictIO, heal, opened, slab_paths
 
 KEYS = [name_of(number) for number in range(16)]
@@ -309,6 +313,49 @@ async def test_a_deleted_slab_is_missed_and_its_neighbours_stay(tmp_path: Path) 
         assert await store(tier, lost) == [WriteOutcome.STORED] * len(lost)
     async with opened(tmp_path) as tier:
         assert await load(tier, KEYS) == [OK] * 16
+
+
+@pytest.mark.parametrize("what", ["the directory", "all that is in it"])
+async def test_a_directory_that_was_emptied_is_used_again(tmp_path: Path, what: str) -> None:
+    folder, clock = tmp_path / "disk", FakeClock()
+    async with opened(folder, clock=clock, prewrite=False) as tier:
+        await store(tier, KEYS)
+        assert await tier.sync()
+        if what == "the directory":
+            shutil.rmtree(folder)
+        else:
+            for path in folder.iterdir():
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        await heal(tier, clock)  # finds out
+        await heal(tier, clock)
+        assert tier.state is TierState.OK
+        assert await load(tier, KEYS) == [ABSENT] * 16
+        assert await store(tier, KEYS) == [WriteOutcome.STORED] * 16
+        assert await tier.sync()
+        assert holder_of(folder) == os.getpid()
+        with pytest.raises(ConfigError, match="held by another process"):
+            DiskFolder(folder, FileIO()).hold()
+    async with opened(folder) as tier:
+        assert await load(tier, KEYS) == [OK] * 16
+
+
+async def test_a_directory_in_whose_place_is_another_one_is_left_alone(tmp_path: Path) -> None:
+    folder, clock = tmp_path / "disk", FakeClock()
+    async with opened(folder, clock=clock, prewrite=False) as tier:
+        await store(tier, KEYS)
+        assert await tier.sync()
+        folder.rename(tmp_path / "moved")
+        async with opened(folder, prewrite=False) as other:
+            await store(other, KEYS[:4])
+            assert await other.sync()
+        there, recency = sorted(path.name for path in folder.iterdir()), (folder / "recency").read_bytes()
+        await heal(tier, clock)
+        await heal(tier, clock)
+        assert tier.state is TierState.DEGRADED
+    assert sorted(path.name for path in folder.iterdir()) == there
+    assert (folder / "recency").read_bytes() == recency
+    async with opened(folder) as other:
+        assert await load(other, KEYS) == [OK] * 4 + [ABSENT] * 12
 
 
 async def test_a_slab_that_cannot_be_removed_keeps_its_room_and_takes_no_other_along(tmp_path: Path) -> None:
