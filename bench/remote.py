@@ -1,16 +1,18 @@
 """Select from a daemon on another host against a bare sendfile/recv_into pair and against gRPC, on the same link.
 
 What is compared
-    select  kvstore.connect("HOST:PORT") and Client.select, until the bytes are in this process and the lease is given
-            back: control over gRPC, bytes over the data port.
+    select  kvstore.connect("HOST:PORT") and Client.select, until the bytes are in this process and the with-block has
+            ended.
     bare    A process that sends the same number of bytes from a file in memory of the same kind with sendfile, and
             recv_into here. One request of eight bytes, one connection, with the congestion control that ours has, and
             nothing else.
     grpc    A process that streams the same blocks, one message with a bytes field for each, and a copy into place here.
+    grpc in pieces
+            The same with messages of at most 1 MiB, the size that is fastest.
     raw grpc
-            The least that gRPC can do: messages of 1 MiB, the size that is fastest, through handlers that pass bytes on
-            as they are, without protobuf.
-gRPC has no such setting and sends with the system's default.
+            The least that gRPC can do: such pieces through handlers that pass bytes on as they are, without protobuf.
+gRPC cannot be told a congestion control and sends with the system's default, which costs it half its rate or more where
+that is bbr. --own-network gives all of them reno.
 All of them receive into memory of this process that was touched before. The batch is larger than the caches, and the
 senders go round through several batches. The link is loopback, so this measures what the processors do, not a network.
 """
@@ -35,7 +37,17 @@ import numpy as np
 from google.protobuf.wrappers_pb2 import BytesValue
 
 import kvstore
-from bench.harness import Bytes, Ratio, Report, in_turn, private_memory, seconds, start_daemon, wait_populated
+from bench.harness import (
+    Bytes,
+    Ratio,
+    Report,
+    in_turn,
+    own_network,
+    private_memory,
+    seconds,
+    start_daemon,
+    wait_populated,
+)
 from kvstore import congestion
 from kvstore.backing import open_pool_memory
 from kvstore.remote import RemoteArena
@@ -47,14 +59,14 @@ _BATCHES: Final = 3
 _COUNT: Final = struct.Struct("<Q")
 
 
-def _serve(kind: str, batch_bytes: int, block_bytes: int, line: Connection) -> None:
+def _serve(kind: str, batch_bytes: int, line: Connection) -> None:
     """A sender in a process of its own: says its port, and ends with the line."""
     memory = open_pool_memory(_BATCHES * batch_bytes, "auto")
     memory.populate(0, memory.size_bytes)
     memory.buffer[:: 1 << 12] = b"\1" * (memory.size_bytes >> 12)
     starts = itertools.cycle(range(0, memory.size_bytes, batch_bytes))
     if kind == "grpc":
-        server, port = _serve_grpc(memory.buffer, batch_bytes, block_bytes, starts)
+        server, port = _serve_grpc(memory.buffer, batch_bytes, starts)
         line.send(port)
         server.wait_for_termination()
     listener = socket.create_server(("127.0.0.1", 0))
@@ -69,19 +81,17 @@ def _serve(kind: str, batch_bytes: int, block_bytes: int, line: Connection) -> N
             start, left = start + sent, left - sent
 
 
-def _serve_grpc(
-    buffer: memoryview, batch_bytes: int, block_bytes: int, starts: Iterator[int]
-) -> tuple[grpc.Server, int]:
+def _serve_grpc(buffer: memoryview, batch_bytes: int, starts: Iterator[int]) -> tuple[grpc.Server, int]:
     def pieces(step: int) -> Iterator[bytes]:
         start = next(starts)
         for at in range(start, start + batch_bytes, step):
             yield bytes(buffer[at : at + step])
 
-    def raw(_request: bytes, _context: Any) -> Iterator[bytes]:
-        return pieces(min(_MESSAGE_BYTES, block_bytes))
+    def raw(request: bytes, _context: Any) -> Iterator[bytes]:
+        return pieces(_COUNT.unpack(request)[0])
 
-    def blocks(_request: bytes, _context: Any) -> Iterator[BytesValue]:
-        return (BytesValue(value=piece) for piece in pieces(block_bytes))
+    def blocks(request: bytes, _context: Any) -> Iterator[BytesValue]:
+        return (BytesValue(value=piece) for piece in pieces(_COUNT.unpack(request)[0]))
 
     server = grpc.server(ThreadPoolExecutor(2), options=[("grpc.max_send_message_length", -1)])
     methods = {
@@ -95,11 +105,11 @@ def _serve_grpc(
 
 
 @contextlib.contextmanager
-def sender(kind: str, batch_bytes: int, block_bytes: int) -> Iterator[int]:
+def sender(kind: str, batch_bytes: int) -> Iterator[int]:
     """Starts one; gives its port."""
     spawn: Any = multiprocessing.get_context("spawn")
     mine, theirs = spawn.Pipe()
-    process = spawn.Process(target=_serve, args=(kind, batch_bytes, block_bytes, theirs), daemon=True)
+    process = spawn.Process(target=_serve, args=(kind, batch_bytes, theirs), daemon=True)
     process.start()
     theirs.close()
     try:
@@ -172,16 +182,20 @@ class Receiver:
 
     def grpc(self) -> float:
         """One batch through gRPC, a message for each block."""
-        return self._receive(self._messages)
+        return self._receive(self._messages, self._block_bytes)
+
+    def grpc_in_pieces(self) -> float:
+        """One batch through gRPC, messages of the size that is fastest."""
+        return self._receive(self._messages, min(_MESSAGE_BYTES, self._block_bytes))
 
     def raw_grpc(self) -> float:
-        """One batch through gRPC without protobuf."""
-        return self._receive(self._raw)
+        """The same without protobuf."""
+        return self._receive(self._raw, min(_MESSAGE_BYTES, self._block_bytes))
 
-    def _receive(self, stream: Callable[[bytes], Iterator[bytes]]) -> float:
+    def _receive(self, stream: Callable[[bytes], Iterator[bytes]], message_bytes: int) -> float:
         def receive() -> None:
             at = 0
-            for message in stream(b""):
+            for message in stream(_COUNT.pack(message_bytes)):
                 self._room[at : at + len(message)] = np.frombuffer(message, np.uint8)
                 at += len(message)
             assert at == self.batch_bytes
@@ -199,8 +213,8 @@ def measure(
         endpoint = f"127.0.0.1:{free.getsockname()[1]}"
     with (
         start_daemon(_BATCHES * batch_bytes * 5 // 4 + (64 << 20), endpoint),
-        sender("bare", batch_bytes, block_bytes) as bare,
-        sender("grpc", batch_bytes, block_bytes) as streaming,
+        sender("bare", batch_bytes) as bare,
+        sender("grpc", batch_bytes) as streaming,
     ):
         with kvstore.connect(endpoint, timeout_s=60.0) as client:
             wait_populated(client)
@@ -211,13 +225,14 @@ def measure(
             "select": receiver.select,
             "bare": receiver.bare,
             "grpc": receiver.grpc,
+            "grpc in pieces": receiver.grpc_in_pieces,
             "raw grpc": receiver.raw_grpc,
         }
         times = in_turn(cases, rounds)
         receiver.client.close()
     rates = {name: f"{batch_bytes / 1e9 / float(np.median(took)):.2f} GB/s" for name, took in times.items()}
     what = f"{count} x {block_bytes >> 10} KiB"
-    for against, goal in (("bare", 0.8), ("grpc", 5.0), ("raw grpc", None)):
+    for against, goal in (("bare", 0.8), ("grpc", 5.0), ("grpc in pieces", 5.0), ("raw grpc", None)):
         ratio = Ratio.of(times[against], times["select"])
         verdict = report.goal(f"{what} / {against}", ratio.median, at_least=goal) if has_goals and goal else ""
         report.rows.append((f"select, {what}, against {against}", rates["select"], rates[against], str(ratio), verdict))
@@ -227,8 +242,13 @@ def measure(
 @click.command()
 @click.option("--smoke", is_flag=True, help="A few small blocks, to see that the bench works.")
 @click.option("--connections", type=int, help="Data connections of the client. Default: what the client takes.")
-def main(smoke: bool, connections: int | None) -> None:
+@click.option("--own-network", "is_own", is_flag=True, help="In a network of its own whose connections all have reno.")
+def main(smoke: bool, connections: int | None, is_own: bool) -> None:
     """Remote select against sendfile and gRPC."""
+    if is_own:
+        own_network("reno")
+    with socket.socket() as any_socket:
+        network = congestion.current(any_socket)
     report = Report("remote", ("what", "kvstore", "against", "ratio [middle half]", "goal"))
     if smoke:
         measure(1 << 20, 4, 2, connections, report, has_goals=True)
@@ -236,7 +256,7 @@ def main(smoke: bool, connections: int | None) -> None:
         measure(8 << 20, 16, 15, connections, report, has_goals=True)
         measure(8 << 20, 1, 41, connections, report, has_goals=False)
         measure(64 << 10, 512, 15, connections, report, has_goals=False)
-    report.show()
+    report.show({"network": network})
 
 
 if __name__ == "__main__":

@@ -170,10 +170,12 @@ class Arrivals:
 
     def epochs_of(self, offsets: Sequence[int]) -> list[int]:
         """Epochs of slots, now; offsets that are none have the epoch -1."""
-        size = self._arena.size_bytes
-        known = [offset for offset in offsets if offset < size]
-        epochs = dict(zip(known, self._arena.epochs_of(np.array(known, dtype=np.uint64)).tolist(), strict=True))
-        return [epochs.get(offset, -1) for offset in offsets]
+        places = np.array(offsets, dtype=np.uint64)
+        known = places < self._arena.size_bytes
+        epochs = np.full(len(places), -1, dtype=np.int64)
+        epochs[known] = self._arena.epochs_of(places[known])
+        found: list[int] = epochs.tolist()
+        return found
 
 
 def _with(spans: _Spans, first: int, end: int) -> _Spans:

@@ -392,11 +392,11 @@ class _Connection:
         head = bytearray(REQUEST_HEAD_BYTES)
         view = memoryview(head)
         try:
-            self._stream.receive_into(view[:1])
+            got = self._stream.receive_some(view)
         except Lost:
             return None
         self._stream.limit(time.monotonic() + HELLO_S, HELLO_S)
-        self._stream.receive_into(view[1:])
+        self._stream.receive_into(view[got:])
         sealed = parse_request(bytes(head), self._stream.receive(body_bytes(bytes(head))))
         self._numbers += 1
         return sealed
@@ -406,7 +406,7 @@ class _Connection:
         epochs = self._port._hierarchy.arrivals.epochs_of(request.offsets)
         # Before the answer, after which the other side may ask what comes after the end of its pins.
         self._unpin()
-        self._stream.send(pack_reply(Status.OK) + np.array([max(epoch, 0) for epoch in epochs], dtype="<u4").tobytes())
+        self._stream.send(pack_reply(Status.OK) + np.maximum(epochs, 0).astype("<u4").tobytes())
 
     def _select(self, request: SelectRequest, pinned: _Pinned) -> None:
         sent = pinned.offsets[: request.room].tolist()

@@ -33,7 +33,7 @@ import socket
 import ssl
 import struct
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
@@ -147,8 +147,9 @@ class Query:
     @property
     def fits(self) -> bool:
         """Whether one request can ask for all of it."""
-        size = _QUERY.size + len(self.keys) + sum(map(len, self.keys))
-        return 1 <= len(self.keys) <= SLOTS_MAX and size <= BODY_BYTES_MAX and _are_keys(map(len, self.keys))
+        lengths = list(map(len, self.keys))
+        size = _QUERY.size + len(lengths) + sum(lengths)
+        return 1 <= len(lengths) <= SLOTS_MAX and size <= BODY_BYTES_MAX and _are_keys(lengths)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -249,8 +250,8 @@ def _parse_select(session: bytes, generation: bytes, length: int, count: int, bo
     return SelectRequest(session, generation, Query(namespace, group, length, keys, bool(whole)), room)
 
 
-def _are_keys(lengths: Iterable[int]) -> bool:
-    return all(1 <= length <= KEY_BYTES_MAX for length in lengths)
+def _are_keys(lengths: Sequence[int]) -> bool:
+    return min(lengths) >= 1 and max(lengths) <= KEY_BYTES_MAX
 
 
 def _tag(secret: bytes, nonce: bytes, number: int, head: bytes, body: bytes) -> bytes:
@@ -283,8 +284,9 @@ class Stream:
         self._is_plain = not isinstance(connected, ssl.SSLSocket)
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        self._armed_s = 0.0
-        self._arm(stall_s)
+        if self._is_plain:
+            connected.setblocking(True)
+        self._armed_s = {socket.SO_RCVTIMEO: 0.0, socket.SO_SNDTIMEO: 0.0}
 
     def limit(self, until: float = float("inf"), stall_s: float | None = None) -> None:
         """Sets the latest end of all that follows, by time.monotonic, and the longest time without a byte."""
@@ -292,27 +294,24 @@ class Stream:
         if stall_s is not None:
             self._stall_s = stall_s
 
-    def _arm(self, seconds: float) -> None:
-        """Limits the next system calls. A plain socket blocks in the kernel, which takes whole blocks in one call;
-        Python's own time limits would have it wait for every piece.
+    def _before(self, option: int) -> None:
+        """Limits the next system call, which receives (SO_RCVTIMEO) or sends (SO_SNDTIMEO). A plain socket blocks in
+        the kernel, which takes whole blocks in one call; Python's own time limits would have it wait for every piece.
         """
-        seconds = max(seconds, 0.001)
-        if seconds == self._armed_s:
-            return
-        self._armed_s = seconds
-        if self._is_plain:
-            self.socket.setblocking(True)
-            limit = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
-            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
-            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
-        else:
-            self.socket.settimeout(seconds)
-
-    def _before(self) -> None:
         left = self._until - time.monotonic()
         if left <= 0:
             raise DeadlineExceeded("the bytes of blocks did not travel in time")
-        self._arm(min(self._stall_s, left))
+        seconds = max(0.001, min(self._stall_s, left))
+        if not self._is_plain:
+            option = socket.SO_RCVTIMEO  # there is one limit for both
+        # What is left shrinks from call to call: a limit that is longer by a tenth is near enough.
+        if seconds <= self._armed_s[option] <= seconds * 1.1:
+            return
+        self._armed_s[option] = seconds
+        if self._is_plain:
+            self.socket.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(seconds), int(seconds % 1 * 1e6)))
+        else:
+            self.socket.settimeout(seconds)
 
     def receive_into(self, room: memoryview) -> None:
         """Fills a buffer.
@@ -322,13 +321,26 @@ class Stream:
         """
         at = 0
         while at < len(room):
-            self._before()
+            self._before(socket.SO_RCVTIMEO)
             with _faults():
                 # TLS hands out a record at a time, and knows no flags.
                 got = self.socket.recv_into(room[at:], 0, socket.MSG_WAITALL if self._is_plain else 0)
             if not got:
                 raise Lost("the other side closed the data connection")
             at += got
+
+    def receive_some(self, room: memoryview) -> int:
+        """Waits for bytes, and takes those that are there into a buffer. Returns how many.
+
+        Raises:
+            Lost, DeadlineExceeded: none came.
+        """
+        self._before(socket.SO_RCVTIMEO)
+        with _faults():
+            got = self.socket.recv_into(room)
+        if not got:
+            raise Lost("the other side closed the data connection")
+        return got
 
     def receive(self, size: int) -> bytes:
         """The next bytes."""
@@ -347,7 +359,7 @@ class Stream:
 
     def _gather(self, rooms: list[memoryview]) -> None:
         while rooms:
-            self._before()
+            self._before(socket.SO_RCVTIMEO)
             with _faults():
                 got, _, _, _ = self.socket.recvmsg_into(rooms, 0, socket.MSG_WAITALL)
             if not got:
@@ -363,7 +375,7 @@ class Stream:
         view = memoryview(data)
         flags = socket.MSG_MORE if more and self._is_plain else 0
         while len(view):
-            self._before()
+            self._before(socket.SO_SNDTIMEO)
             with _faults():
                 view = view[self.socket.send(view, flags) :]
 
@@ -376,7 +388,7 @@ class Stream:
         for start in range(0, len(blocks), _GATHER):
             several = list(blocks[start : start + _GATHER])
             while several:
-                self._before()
+                self._before(socket.SO_SNDTIMEO)
                 with _faults():
                     sent = self.socket.sendmsg(several)
                 _advance(several, sent)
@@ -394,7 +406,7 @@ class Stream:
         """
         begin, end = offset, offset + length
         while offset < end:
-            self._before()
+            self._before(socket.SO_SNDTIMEO)
             try:
                 sent = os.sendfile(self.socket.fileno(), fd, offset, end - offset)
             except OSError as error:

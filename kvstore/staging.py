@@ -4,6 +4,7 @@ the mapping's.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import threading
 import time
@@ -33,6 +34,8 @@ class Staging:
         self.size_bytes = _pages(size_bytes)
         # Private: a child after a fork must not see what its parent receives from then on.
         self._map = mmap.mmap(-1, self.size_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            self._map.madvise(mmap.MADV_HUGEPAGE)
         self.address = address_of(self._map)
         self.populated_bytes = self.size_bytes
         #: One for each page, for a face like the pool's: it changes when a place is handed out.
@@ -66,31 +69,35 @@ class Staging:
         deadline = time.monotonic() + wait_s
         taken: list[int] = []
         with self._changed:
-            while len(taken) < count:
-                if (offset := self._fit(size)) is not None:
-                    taken.append(offset)
-                elif (left := deadline - time.monotonic()) <= 0 or not self._changed.wait(left):
+            while True:
+                taken += self._fit(count - len(taken), size)
+                if len(taken) == count:
+                    break
+                if (left := deadline - time.monotonic()) <= 0 or not self._changed.wait(left):
                     break
             offsets = np.array(taken, dtype=np.uint64)
             self._epochs[np.array(taken, dtype=np.int64) // _PAGE_BYTES] += np.uint32(1)
             return offsets, self.epochs_of(offsets)
 
-    def _fit(self, size: int) -> int | None:
-        for index, (start, end) in enumerate(self._free):
-            if end - start >= size:
-                if end - start == size:
-                    del self._free[index]
-                else:
-                    self._free[index] = (start + size, end)
-                self._taken[start] = size
-                return start
-        return None
+    def _fit(self, count: int, size: int) -> list[int]:
+        """Takes up to so many places, the first ones that are free."""
+        taken: list[int] = []
+        left: list[tuple[int, int]] = []
+        for start, end in self._free:
+            fits = min(count - len(taken), (end - start) // size)
+            taken += range(start, start + fits * size, size)
+            if start + fits * size < end:
+                left.append((start + fits * size, end))
+        self._free = left
+        self._taken.update(dict.fromkeys(taken, size))
+        return taken
 
     def give_back(self, offsets: Sequence[int], epochs: Sequence[int]) -> None:
         """Frees places, named as they were handed out; those that are free or somebody else's by now are skipped."""
         with self._changed:
-            for offset, epoch in zip(offsets, epochs, strict=True):
-                if offset in self._taken and int(self._epochs[offset // _PAGE_BYTES]) == epoch:
+            now = self.epochs_of(np.array(offsets, dtype=np.uint64)).tolist()
+            for offset, epoch, current in zip(offsets, epochs, now, strict=True):
+                if offset in self._taken and current == epoch:
                     self._free.append((offset, offset + self._taken.pop(offset)))
             self._free.sort()
             merged: list[tuple[int, int]] = []
