@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -167,7 +168,7 @@ class RedisTier(Tier):
         self._keeper = Keeper(self, upkeep, sweep_interval_s)
         self._namespaces: dict[bytes, TierNamespace] = {}
         #: Blocks that are being written, and what became of them.
-        self._writing: dict[bytes, asyncio.Future[WriteOutcome]] = {}
+        self._writing: dict[bytes, asyncio.Future[dict[bytes, WriteOutcome]]] = {}
         self._queued_bytes = 0
         self._moving: IoThreads | None = None
         self._asking: IoThreads | None = None
@@ -209,7 +210,7 @@ class RedisTier(Tier):
 
     async def _settle(self) -> None:
         while self._writing:
-            await asyncio.wait(list(self._writing.values()))
+            await asyncio.wait(set(self._writing.values()))
         await self._keeper.settle()
 
     async def tend(self) -> None:
@@ -311,37 +312,38 @@ class RedisTier(Tier):
         if self.state is TierState.FAILED or self._moving is None:
             return outcomes
         moving = self._moving
-        loop = asyncio.get_running_loop()
+        #: What becomes of the blocks of this call, for others that want to store them too.
+        written: asyncio.Future[dict[bytes, WriteOutcome]] = asyncio.get_running_loop().create_future()
         until = time.monotonic() + deadline_s
         sizes = [data.nbytes for _, data in blocks]
         mine: dict[bytes, int] = {}
-        theirs: dict[int, asyncio.Future[WriteOutcome]] = {}
+        theirs: dict[int, asyncio.Future[dict[bytes, WriteOutcome]]] = {}
         held = 0
         victims: list[bytes] = []
+        full = self.health.full
+        most = sys.maxsize if self.capacity_bytes is None else self.capacity_bytes
+        waits = self.capacity_bytes is not None and not self.books.complete
         for place, (key, _) in enumerate(blocks):
+            size = sizes[place]
             if not _fits(key):
                 outcomes[place] = WriteOutcome.NO_ROOM
             elif key in self._writing:
                 theirs[place] = self._writing[key]
-            elif self.health.full or (self.capacity_bytes is not None and sizes[place] > self.capacity_bytes):
+            elif full or size > most:
                 outcomes[place] = WriteOutcome.NO_ROOM
-            elif (
-                self._keeper.is_flushing(key)
-                or self._queued_bytes >= _WRITE_QUEUE_BYTES
-                or (self.capacity_bytes is not None and not self.books.complete)
-            ):
+            elif waits or self._queued_bytes >= _WRITE_QUEUE_BYTES or self._keeper.is_flushing(key):
                 outcomes[place] = WriteOutcome.THROTTLED
             else:
                 if key not in self.books:
-                    fits, leaving = self.books.hold(sizes[place])
+                    fits, leaving = self.books.hold(size)
                     victims += leaving
                     if not fits:
                         outcomes[place] = WriteOutcome.NO_ROOM
                         continue
-                    held += sizes[place]
-                self._queued_bytes += sizes[place]
+                    held += size
+                self._queued_bytes += size
                 mine[key] = place
-                self._writing[key] = loop.create_future()
+                self._writing[key] = written
         answers: list[Answer[WriteOutcome]] = []
         try:
             if victims:
@@ -367,8 +369,9 @@ class RedisTier(Tier):
             for key in there:
                 self._keeper.owed.pop(key, None)
             self.books.add((key, sizes[mine[key]]) for key in there)
-            for key, place in mine.items():
-                self._writing.pop(key).set_result(outcomes[place])
+            for key in mine:
+                del self._writing[key]
+            written.set_result({key: outcomes[place] for key, place in mine.items()})
         for answer in answers:
             if answer.full:
                 self.health.refused(answer.full)
@@ -378,19 +381,19 @@ class RedisTier(Tier):
             if not future.done():
                 await asyncio.wait({future}, timeout=max(0.0, until - time.monotonic()))
             if future.done():
-                outcome = future.result()
+                outcome = future.result()[blocks[place][0]]
                 outcomes[place] = WriteOutcome.EXISTS if outcome in _THERE else outcome
-        for outcome, size in zip(outcomes, sizes, strict=True):
-            self.counts[f"write_{outcome.value}"] += 1
-            if outcome is WriteOutcome.STORED:
-                self.counts["written_bytes"] += size
+        for outcome, count in Counter(outcomes).items():
+            self.counts[f"write_{outcome.value}"] += count
+        stored = zip(outcomes, sizes, strict=True)
+        self.counts["written_bytes"] += sum(size for outcome, size in stored if outcome is WriteOutcome.STORED)
         return outcomes
 
     # -- removal -----------------------------------------------------------------------------------------------------
 
     async def _written(self, names: Sequence[bytes]) -> None:
         """Waits for writes under way: what they store must not come after its removal."""
-        if writes := [self._writing[name] for name in names if name in self._writing]:
+        if writes := {self._writing[name] for name in names if name in self._writing}:
             await asyncio.wait(writes)
 
     async def delete(self, keys: Sequence[bytes]) -> int:

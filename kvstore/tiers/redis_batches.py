@@ -58,9 +58,11 @@ class Batches:
                 self._counts["no_node"] += 1
                 self._refresh_soon()
                 continue
-            if self.may_ask(node):
-                nodes.setdefault(node, []).append(place)
-        return nodes
+            mine = nodes.get(node)
+            if mine is None:
+                mine = nodes[node] = []
+            mine.append(place)
+        return {node: mine for node, mine in nodes.items() if self.may_ask(node)}
 
     async def ask(
         self,

@@ -5,6 +5,7 @@ Nothing here raises for a fault of the server: the piece's answer holds it, besi
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -42,6 +43,12 @@ _AHEAD_VALUES: Final = 64
 _SHORT: Final = 512
 #: Bytes that are gathered before they are sent.
 _SEND_BYTES: Final = 512 << 10
+#: Blocks that are asked about at once before they are stored: few, so that the server has the ones before them to store
+#: meanwhile, and enough that asking costs little.
+_GROUP: Final = 64
+#: What nearly all answer while blocks are stored: there is no such key; it was stored.
+_NO: Final = b":0\r\n"
+_OK: Final = b"+OK\r\n"
 
 
 @dataclasses.dataclass(slots=True)
@@ -127,7 +134,11 @@ class Calls:
         self._names = names
         self._may_ask = may_ask
         self._progress = progress
-        self._expiry: tuple[bytes, ...] = () if ttl_s is None else (b"EX", b"%d" % ttl_s)
+        expiry = () if ttl_s is None else (b"EX", b"%d" % ttl_s)
+        #: Of SET: how many arguments it has, what stands behind the value, and what does behind that of part 0.
+        self._arguments = 3 + len(expiry)
+        self._end = b"\r\n" + b"".join(map(_bulk, expiry))
+        self._end_of_first = self._end + _bulk(b"NX")
         self._stall_s = stall_s
 
     def on(
@@ -178,16 +189,19 @@ class Calls:
         answer: Answer[int | None] = Answer([None] * len(names))
 
         def work(pipe: Pipe) -> None:
-            headers, _ = self._look(pipe, names, answer)
+            headers, _ = self._look(pipe, names, answer, range(len(names)))
             answer.outcomes[:] = [None if header is None else header.total_bytes for header in headers]
 
         return self.on(turn, node, until, answer, work)
 
     def _look(
-        self, pipe: Pipe, names: Sequence[bytes], answer: Answer[Any]
+        self, pipe: Pipe, names: Sequence[bytes], answer: Answer[Any], places: Sequence[int]
     ) -> tuple[list[Header | None], list[tuple[bytes, int]]]:
         """Headers of the blocks that are there in all parts; and blocks that have a part 0 and are none all the same,
         with the number of their parts.
+
+        Args:
+            places: Of the names, in the answer.
         """
         headers: list[Header | None] = [None] * len(names)
         in_the_way: list[tuple[bytes, int]] = []
@@ -199,7 +213,7 @@ class Calls:
             split: list[tuple[int, Header]] = []
             for place, (name, reply) in enumerate(zip(some, replies, strict=True), begin):
                 if isinstance(reply, ResponseError):
-                    if self._take_error(answer, place, reply):
+                    if self._take_error(answer, places[place], reply):
                         in_the_way.append((name, 1))
                 elif (header := parse_header(name, reply)) is None or header.part != 0:
                     if reply:
@@ -320,39 +334,89 @@ class Calls:
 
     def _write(self, pipe: Pipe, blocks: Sequence[tuple[bytes, memoryview]], answer: Answer[WriteOutcome]) -> None:
         # Bytes that are there already are not sent again, and what is there only in part makes way.
-        headers, in_the_way = self._look(pipe, [name for name, _ in blocks], answer)
-        self._remove(pipe, in_the_way)
-        places = []
-        for place, header in enumerate(headers):
-            if header is not None:
-                answer.outcomes[place] = WriteOutcome.EXISTS
-            elif place not in answer.elsewhere:
-                places.append(place)
-        # All of it in one go: the answers are a few bytes each and fit the buffers on the way.
+        taken, broken = self._store(pipe, blocks, range(len(blocks)), answer, ask=True)
+        if taken:
+            headers, in_the_way = self._look(pipe, [blocks[place][0] for place in taken], answer, taken)
+            self._remove(pipe, in_the_way)
+            elsewhere = set(answer.elsewhere)
+            left = []
+            for place, header in zip(taken, headers, strict=True):
+                if header is not None:
+                    answer.outcomes[place] = WriteOutcome.EXISTS
+                elif place not in elsewhere:
+                    left.append(place)
+            broken += self._store(pipe, blocks, left, answer, ask=False)[1]
+        # Parts of what was not stored as a whole. Nobody would miss them, but they take room.
+        self._remove(pipe, [(blocks[place][0], part_count(blocks[place][1].nbytes)) for place in broken])
+
+    def _store(
+        self,
+        pipe: Pipe,
+        blocks: Sequence[tuple[bytes, memoryview]],
+        places: Sequence[int],
+        answer: Answer[WriteOutcome],
+        *,
+        ask: bool,
+    ) -> tuple[list[int], list[int]]:
+        """Sends blocks, group by group.
+
+        Args:
+            ask: Each group is asked about first, while the one before it is under way.
+
+        Returns:
+            Places of blocks that were not sent, since there is something under their name or nobody knows; and of those
+            that were not stored as a whole.
+        """
+        groups = [places[begin : begin + _GROUP] for begin in range(0, len(places), _GROUP)]
+        taken: list[int] = []
+        broken: list[int] = []
+        #: Groups whose answers are still to come. All answers come in the order in which the server was asked.
+        sent: collections.deque[Sequence[int]] = collections.deque()
+        if ask:
+            pipe.send([self._questions(blocks, groups[0])])
+        for number, group in enumerate(groups):
+            behind = b""
+            if ask:
+                if number > 1:
+                    broken += self._answered(pipe, blocks, sent.popleft(), answer)
+                if there := pipe.unusual(_NO, len(group)):
+                    taken += [group[at] for at in there]
+                    group = [place for at, place in enumerate(group) if at not in there]
+                if number + 1 < len(groups):
+                    behind = self._questions(blocks, groups[number + 1])
+            self._send_blocks(pipe, behind, [blocks[place] for place in group])
+            sent.append(group)
+        for group in sent:
+            broken += self._answered(pipe, blocks, group, answer)
+        return taken, broken
+
+    def _questions(self, blocks: Sequence[tuple[bytes, memoryview]], places: Sequence[int]) -> bytes:
+        return b"".join([pack(b"EXISTS", self._names.part(blocks[place][0], 0)) for place in places])
+
+    def _send_blocks(self, pipe: Pipe, before: bytes, blocks: Sequence[tuple[bytes, memoryview]]) -> None:
+        """Sends the commands that store blocks. Their answers are a few bytes each and fit the buffers on the way.
+
+        Args:
+            before: What goes in front of them.
+        """
         pieces: list[Piece] = []
         gathered = 0
-        for place in places:
-            for command in self._value_pieces(*blocks[place]):
-                pieces += command
-                gathered += len(command[1])
+        for name, data in blocks:
+            for head, payload, end in self._value_pieces(name, data):
+                pieces += (before + head, payload)
+                before = end
+                gathered += len(payload)
                 if gathered >= _SEND_BYTES:
                     # Checksums of the next ones are made while the server takes these.
                     pipe.send(pieces)
                     pieces, gathered = [], 0
+        if before:
+            pieces.append(before)
         if pieces:
             pipe.send(pieces)
-        broken: list[tuple[bytes, int]] = []
-        for place in places:
-            name, data = blocks[place]
-            parts = part_count(data.nbytes)
-            answer.outcomes[place] = outcome = self._written(answer, place, [pipe.reply() for _ in range(parts)])
-            if outcome not in (WriteOutcome.STORED, WriteOutcome.EXISTS):
-                broken.append((name, parts))
-        # Parts of what was not stored as a whole. Nobody would miss them, but they take room.
-        self._remove(pipe, broken)
 
-    def _value_pieces(self, name: bytes, data: memoryview) -> Iterator[tuple[Piece, Piece, Piece]]:
-        """Commands that store a block, part 0 last; each with the payload in the middle."""
+    def _value_pieces(self, name: bytes, data: memoryview) -> Iterator[tuple[bytes, memoryview, bytes]]:
+        """Commands that store a block, part 0 last: what stands before the payload, the payload, what stands behind."""
         size = data.nbytes
         parts = part_count(size)
         checks = [0] * parts
@@ -363,30 +427,44 @@ class Calls:
             payload = data[at : at + length]
             checks[part] = xxhash.xxh3_64_intdigest(payload)
             header = pack_header(name, size, part, checks[part], seal_of(checks) if part == 0 else 0)
-            options = (b"NX", *self._expiry) if part == 0 else self._expiry
+            key = self._names.part(name, part)
             yield (
-                b"*%d\r\n$3\r\nSET\r\n%b$%d\r\n%b"
-                % (3 + len(options), _bulk(self._names.part(name, part)), len(header) + length, header),
+                b"*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n%b"
+                % (self._arguments + (part == 0), len(key), key, len(header) + length, header),
                 payload,
-                b"\r\n" + b"".join(_bulk(option) for option in options),
+                self._end if part else self._end_of_first,
             )
 
-    def _written(self, answer: Answer[WriteOutcome], place: int, replies: list[Any]) -> WriteOutcome:
-        """What the replies to a block's parts, part 0 last, mean."""
-        outcome = WriteOutcome.STORED
-        for reply in replies:
-            if isinstance(reply, ResponseError):
-                if is_full(reply):
-                    answer.full = str(reply)
-                    return WriteOutcome.NO_ROOM
-                if not answer.elsewhere or answer.elsewhere[-1] != place:
-                    self._take_error(answer, place, reply)
-                return WriteOutcome.FAILED
+    def _answered(
+        self,
+        pipe: Pipe,
+        blocks: Sequence[tuple[bytes, memoryview]],
+        places: Sequence[int],
+        answer: Answer[WriteOutcome],
+    ) -> list[int]:
+        """Reads the answers to what was sent of blocks. Returns places of those that were not stored as a whole."""
+        owners = [place for place in places for _ in range(part_count(blocks[place][1].nbytes))]
+        others = pipe.unusual(_OK, len(owners))
+        # What a refusal leaves behind is FAILED, as all was in the beginning.
+        outcomes = dict.fromkeys(places, WriteOutcome.STORED)
+        broken = set()
+        for at, reply in others.items():
+            place = owners[at]
+            if outcomes[place] is not WriteOutcome.STORED:
+                continue  # the first thing that went wrong counts
             if reply is None:
-                outcome = WriteOutcome.EXISTS  # another daemon was faster
-            elif reply != b"OK":
-                outcome = WriteOutcome.FAILED
-        return outcome
+                outcomes[place] = WriteOutcome.EXISTS  # another daemon was faster
+                continue
+            broken.add(place)
+            outcomes[place] = WriteOutcome.FAILED
+            if is_full(reply):
+                answer.full = str(reply)
+                outcomes[place] = WriteOutcome.NO_ROOM
+            elif isinstance(reply, ResponseError):
+                self._take_error(answer, place, reply)
+        for place, outcome in outcomes.items():
+            answer.outcomes[place] = outcome
+        return sorted(broken)
 
     # -- away --------------------------------------------------------------------------------------------------------
 

@@ -62,14 +62,13 @@ def header_bytes(name: bytes) -> int:
 
 def seal_of(checks: list[int]) -> int:
     """What part 0 says of all parts."""
-    return xxhash.xxh3_64_intdigest(b"".join(_CHECK.pack(check) for check in checks))
+    return xxhash.xxh3_64_intdigest(struct.pack(f"<{len(checks)}Q", *checks))
 
 
 def pack_header(name: bytes, size_bytes: int, part: int, check: int, seal: int) -> bytes:
     """The header of a part. seal: 0 but for part 0."""
-    parts = part_count(size_bytes)
-    head = _HEAD.pack(_MAGIC, _VERSION, len(name), part, parts, size_bytes, part_bytes(size_bytes, part), check, seal)
-    head += name
+    parts, payload = part_count(size_bytes), part_bytes(size_bytes, part)
+    head = _HEAD.pack(_MAGIC, _VERSION, len(name), part, parts, size_bytes, payload, check, seal) + name
     return head + _CHECK.pack(xxhash.xxh3_64_intdigest(head))
 
 

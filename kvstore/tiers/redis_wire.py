@@ -84,12 +84,56 @@ class BulkParser(_Parser):  # type: ignore[misc]  # hiredis where it is installe
                 raise InvalidResponse(f"bulk value of length {text[:20]!r}")
             return length
         if kind == b"-":
-            error = self.parse_error(text.decode("utf-8", "replace"))
-            if isinstance(error, LostConnection):
-                raise error
-            assert isinstance(error, ResponseError)
-            return error
+            return self._error(text)
         raise InvalidResponse(f"not a reply to GET: {line[:20]!r}")
+
+    def _error(self, text: bytes) -> ResponseError:
+        error = self.parse_error(text.decode("utf-8", "replace"))
+        if isinstance(error, LostConnection):
+            raise error
+        assert isinstance(error, ResponseError)
+        return error
+
+    def usual(self, reply: bytes, most: int) -> int:
+        """Takes replies as long as they are exactly this one. Returns how many there were, at most as many as given.
+
+        Raises:
+            LostConnection, OSError: the connection can't be used any more.
+        """
+        size, found = len(reply), 0
+        while found < most:
+            there = bytes(self._ahead[self._begin : min(self._end, self._begin + size * (most - found))])
+            whole = len(there) // size
+            if there[: whole * size] != reply * whole:
+                whole = next(at for at in range(whole) if there[at * size : (at + 1) * size] != reply)
+                self._begin += whole * size
+                return found + whole
+            self._begin += whole * size
+            found += whole
+            if found < most:
+                if not reply.startswith(there[whole * size :]):
+                    break
+                self._fill()
+        return found
+
+    def short(self) -> bytes | int | ResponseError | None:
+        """One reply of a single line: a status, a number, nothing, or the server's error.
+
+        Raises:
+            LostConnection, OSError: the connection can't be used any more.
+            InvalidResponse: this is no such reply.
+        """
+        line = self._line()
+        kind, text = line[:1], line[1:]
+        if kind == b"+":
+            return text
+        if kind == b":" and text.lstrip(b"-").isdigit():
+            return int(text)
+        if kind == b"-":
+            return self._error(text)
+        if line == b"$-1":
+            return None
+        raise InvalidResponse(f"not a reply of one line: {line[:20]!r}")
 
     def take(self, size: int) -> bytes:
         """The next bytes of a value; few."""
@@ -190,15 +234,14 @@ class Pipe:
         if isinstance(self._socket, ssl.SSLSocket):
             self._send_encrypted(pieces)
             return
-        views = [memoryview(piece) for piece in pieces]
-        at = 0
-        while at < len(views):
-            count = self._socket.sendmsg(views[at : at + _IOV_MAX])
-            while at < len(views) and count >= views[at].nbytes:
-                count -= views[at].nbytes
+        left, at = list(pieces), 0
+        while at < len(left):
+            count = self._socket.sendmsg(left[at : at + _IOV_MAX])
+            while at < len(left) and count >= len(left[at]):
+                count -= len(left[at])
                 at += 1
             if count:
-                views[at] = views[at][count:]
+                left[at] = memoryview(left[at])[count:]
                 self.progress()
                 self._wait()
 
@@ -253,6 +296,23 @@ class Pipe:
                 self._wait()
             replies.append(self.reply())
         return replies
+
+    def unusual(self, usual: bytes, count: int) -> dict[int, Any]:
+        """Reads replies of one line each, nearly all of which are the usual one. Returns the others by their place;
+        error replies are returned.
+        """
+        others: dict[int, Any] = {}
+        at = 0
+        while at < count:
+            self._wait()
+            some = min(count - at, _REPLIES)
+            found = self._parser.usual(usual, some)
+            at += found
+            if found < some:
+                others[at] = self._parser.short()
+                at += 1
+            self.progress()
+        return others
 
     @property
     def socket(self) -> socket.socket:
