@@ -120,6 +120,8 @@ class Receiver:
         stream = next(iter(streams_of(self._listed)), None)
         if stream is None:
             return None
+        if not stream.is_of(self._told):
+            self._break(stream, "the daemon was restarted since it was sent")
         count = max(stream.cursors(self._listed), default=None)
         if count is None:
             self._break(stream, "it is not known any more how much of it was received")

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import secrets
 import time
 from collections import deque
 from typing import Final
 
 from kvstore.buffer.records import HEADS, Draft, Records
 from kvstore.buffer.slots import Refused
-from kvstore.buffer.stream import PAUSE_S, STREAM_ID_BYTES, Listed, Stream, left_of, strays_of, streams_of
+from kvstore.buffer.stream import PAUSE_S, Listed, Stream, left_of, strays_of, streams_of
 from kvstore.client import Client
 from kvstore.engine_calls import Lease
 from kvstore.errors import (
@@ -70,7 +69,7 @@ class Sender:
             listed = self._listed(left)
         if strays := strays_of(listed):
             self._client.delete(strays)
-        stream = Stream(secrets.token_bytes(STREAM_ID_BYTES))
+        stream = Stream.begun_in(self._generation or b"")
         self._mark(stream.life, deadline)
         claim = self._held.enter_context(self._client.drop_select([stream.life], 0.0))
         self._mark(stream.cursor(0), deadline)

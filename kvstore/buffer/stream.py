@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import secrets
 import time
 from collections.abc import Iterator, Mapping
 from typing import Final
 
+from kvstore.blocks import POOL_LIFE_BYTES
 from kvstore.following import Spot
 
 #: The receiver's end of a pipe.
 RECEIVER: Final = b"R"
+#: The life of the pool that it began in, and random bytes.
 STREAM_ID_BYTES: Final = 16
 #: Longest single wait at the daemon; whoever waits longer asks again. Far below the daemon's own limit.
 WAIT_S: Final = 60.0
@@ -26,6 +29,18 @@ class Stream:
     """What one life of a sender sends."""
 
     id: bytes
+
+    @classmethod
+    def begun_in(cls, generation: bytes) -> Stream:
+        """A new one."""
+        life = generation[:POOL_LIFE_BYTES]
+        return cls(life + secrets.token_bytes(STREAM_ID_BYTES - len(life)))
+
+    def is_of(self, generation: bytes) -> bool:
+        """Whether it began in this life of the pool. What is left below the pool of one before may lack its last
+        cursors, so that nobody can say what of it was received.
+        """
+        return self.id.startswith(generation[:POOL_LIFE_BYTES])
 
     @property
     def life(self) -> bytes:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from kvstore.buffer import LookupBuffer, Pipe
-from kvstore.errors import InvalidRequest, RetryLater
+from kvstore.errors import InvalidRequest, PipeBroken, RetryLater
 from tests.buffer.samples import same, sample
 from tests.support import PATIENCE_S, Daemon, eventually, running_daemon
 
@@ -131,6 +131,26 @@ def test_what_passes_a_pipe_goes_to_no_tier_unless_asked(deep: Daemon, name: str
             with pytest.raises(InvalidRequest, match="copy_down"):
                 Pipe(f"{name}-{copied}", deep.endpoint, copy_down=not copied, timeout_s=1)
             sender.__exit__(KeyboardInterrupt, None, None)
+
+
+def test_a_pipe_on_the_disk_does_not_go_on_in_another_life_of_the_daemon(deep: Daemon, name: str) -> None:
+    """The last cursors may not have got there, and what was handed out would be handed out again."""
+    with Pipe(name, deep.endpoint, copy_down=True) as receiver:
+        sender = Pipe(name, deep.endpoint, copy_down=True)
+        for number in range(4):
+            sender.send_tensor(sample(number))
+        assert same(receiver.recv_tensor(PATIENCE_S), sample(0))
+        eventually(lambda: blocks(deep)[0] == blocks(deep)[1], "all is copied down")
+        eventually(lambda: deep.stats()["tiers"][1]["uncommitted"] == 0, "and outlives the daemon")
+        deep.kill()
+        deep.start()
+        sender.__exit__(KeyboardInterrupt, None, None)
+    with Pipe(name, deep.endpoint, copy_down=True) as receiver, Pipe(name, deep.endpoint, copy_down=True) as sender:
+        with pytest.raises(PipeBroken, match="restarted"):
+            receiver.recv_tensor(PATIENCE_S)
+        sender.send_tensor(sample(9))
+        assert same(receiver.recv_tensor(PATIENCE_S), sample(9))
+        sender.__exit__(KeyboardInterrupt, None, None)
 
 
 def test_a_buffer_may_stay_in_the_pool(deep: Daemon, name: str) -> None:
