@@ -72,6 +72,12 @@ _SIGNATURES: Final[tuple[tuple[str, str, str, tuple[str, ...]], ...]] = (
         "",
         ("completed_jobs", "transfer_stats"),
     ),
+    (
+        "vllm.v1.outputs",
+        "KVConnectorOutput",
+        "",
+        ("finished_recving", "failed_recving", "invalid_block_ids", "kv_connector_worker_meta"),
+    ),
     ("vllm.v1.engine.core", "EngineCoreProc", "_process_engine_step", ("self",)),
     (
         "vllm.v1.core.sched.output",

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from engine_plugin.vllm import SPEC, compat
+from engine_plugin.vllm import SPEC, compat, nearby
 
 compat.require_supported()
 
@@ -101,6 +101,10 @@ class KVStoreConnector(OffloadingConnector):
         _refuse_unequal_blocks(kv_cache_config, transfer.kv_connector_extra_config)
         self.hook_errors = Counter()
         self.facts = facts_of(vllm_config, kv_cache_config, nested=enclosing is not None)
+        self._engine_id = transfer.engine_id or ""
+        # Inside MultiConnector the others have their say about a step's results.
+        self._alone = vllm_config.parallel_config.world_size == 1 and enclosing is None
+        self._computes = True
 
     @property
     def _manager(self) -> KVStoreManager:
@@ -117,6 +121,8 @@ class KVStoreConnector(OffloadingConnector):
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         # The first that a worker hears of a step, before any copy of it is asked for.
         self._worker.beside_compute = getattr(kv_connector_metadata, "kvstore_computes", True)
+        if self._alone:
+            nearby.here(self._engine_id, self)
         super().handle_preemptions(kv_connector_metadata)
         # By now it has begun every store of the steps before.
         self._worker.asked_about(getattr(kv_connector_metadata, "kvstore_late", ()))
@@ -139,7 +145,29 @@ class KVStoreConnector(OffloadingConnector):
         report = self._worker.take_report()
         report.hook_errors.update(self.hook_errors)
         self.hook_errors.clear()
+        # The scheduler's connector is called for a step's result only where that says something.
+        report.loading = self._alone and self._worker.loading
+        report.idle = report.loading and not self._worker.beside_compute
         return report
+
+    def take_ended_loads(self) -> tuple[set[str], KVStoreWorkerMetadata | None]:
+        """Loads that have ended well since they were last asked for, and what the next step would report of them. What
+        has failed is left to that report: vLLM has to hear of it before anything else.
+        """
+        assert self.connector_worker is not None
+        self._worker.holds_good_loads = True  # for who asks so
+        if not self._worker.good_load_ended():
+            return set(), None
+        self._worker.only_good_loads = True
+        try:
+            _, ended = self.connector_worker.get_finished(set())
+        finally:
+            self._worker.only_good_loads = False
+        stock = self.connector_worker.build_connector_worker_meta()
+        if stock is None:
+            return ended, None
+        report = self._worker.take_loads_done()
+        return ended, KVStoreWorkerMetadata(stock.completed_jobs, stock.transfer_stats, report)
 
     def unregister_kv_caches(self) -> None:
         """Sleep mode takes KV memory away right after this call (vLLM 0.33); it comes back at the same addresses."""
@@ -176,11 +204,12 @@ class KVStoreConnector(OffloadingConnector):
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         meta = super().build_connector_meta(scheduler_output)
         self._manager.on_scheduled(scheduler_output.num_scheduled_tokens)
-        meta.kvstore_computes = scheduler_output.total_num_scheduled_tokens > 0  # type: ignore[attr-defined]
+        self._computes = scheduler_output.total_num_scheduled_tokens > 0
+        meta.kvstore_computes = self._computes  # type: ignore[attr-defined]
         late = self._manager.late_stores()
         if late:
             meta.kvstore_late = late  # type: ignore[attr-defined]
-        if scheduler_output.total_num_scheduled_tokens == 0:
+        if not self._computes:
             # Nothing to compute, and while a request waits for its lookup the engine would ask again at once. Where
             # scheduler and program share a process, that loop keeps the interpreter from the very thread that fetches
             # the answer (vLLM's own loop sleeps 1 ms here, but only in a process of its own). This gives way for a
@@ -200,6 +229,9 @@ class KVStoreConnector(OffloadingConnector):
         super().update_state_after_alloc(request, blocks, num_external_tokens)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        worker = nearby.only_worker(self._engine_id) if self._alone else None
+        if worker is not None:
+            self._add_ended_loads(connector_output, worker)
         if connector_output.invalid_block_ids:
             self._manager.on_foreign_load_failed()
         meta = connector_output.kv_connector_worker_meta
@@ -208,6 +240,18 @@ class KVStoreConnector(OffloadingConnector):
         if connector_output.failed_recving:
             self._manager.on_loads_failed(connector_output.failed_recving)
         super().update_connector_output(connector_output)
+
+    @guarded(nothing)
+    def _add_ended_loads(self, connector_output: KVConnectorOutput, worker: KVStoreConnector) -> None:
+        """Adds to the results of a step what has ended since, before vLLM reads them."""
+        meta = connector_output.kv_connector_worker_meta
+        if not self._computes and isinstance(meta, KVStoreWorkerMetadata) and meta.report.idle:
+            self._manager.await_load(worker._worker.good_load_ended)
+        ended, more = worker.take_ended_loads()
+        if ended:
+            connector_output.finished_recving = ended | (connector_output.finished_recving or set())
+        if more is not None:
+            connector_output.kv_connector_worker_meta = more if meta is None else meta.aggregate(more)
 
     # -- front end -----------------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
@@ -185,6 +185,14 @@ class KVStoreManager(OffloadingManager):
             else:
                 self._rest.pause()
         self._gave_way_at = time.monotonic()
+
+    @guarded(nothing)
+    def await_load(self, ended: Callable[[], bool]) -> None:
+        """Where nothing is computed and a load is under way: until `ended` says that one has ended, for a short time
+        at most.
+        """
+        if self._may_rest and self._lookups.loading() and not self._lookups.waiting():
+            self._rest.until(ended)
 
     @guarded(lambda _self: False)
     def answered_at_once(self) -> bool:

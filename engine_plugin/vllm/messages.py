@@ -59,6 +59,8 @@ class WorkerReport:
         copied_bytes: Way of a copy -> bytes moved.
         registered: Rank -> bytes of the pool that are registered with its GPU, and what failed (empty: nothing).
         gds: Rank -> what was asked for (auto, on, off), and how it reads files past the pool, or why it does not.
+        loading: Loads are under way or were over when this was said. Of an only worker.
+        idle: With `loading`: the step had nothing to compute.
     """
 
     attached: dict[int, bytes] = dataclasses.field(default_factory=dict)
@@ -71,6 +73,8 @@ class WorkerReport:
     copied_bytes: dict[str, int] = dataclasses.field(default_factory=dict)
     registered: dict[int, tuple[int, str]] = dataclasses.field(default_factory=dict)
     gds: dict[int, tuple[str, str]] = dataclasses.field(default_factory=dict)
+    loading: bool = False
+    idle: bool = False
 
     def __bool__(self) -> bool:
         return any(getattr(self, field.name) for field in dataclasses.fields(self))
@@ -91,6 +95,8 @@ class WorkerReport:
             self.copied_bytes[path] = self.copied_bytes.get(path, 0) + size
         self.registered.update(other.registered)
         self.gds.update(other.gds)
+        self.loading |= other.loading
+        self.idle |= other.idle
 
 
 @dataclasses.dataclass

@@ -8,6 +8,9 @@ sends the engine something, or an answer is overdue.
 What has been sent lies in the queue of vLLM's engine loop (see callers). Where there is none (an engine without a
 process of its own, or with several in lockstep), steps are made all the time, with a short pause in each.
 
+An engine that waits for loads only does the same for a shorter time, where its only worker is in its process: the end
+of a load is then known when it comes, and not when the next step looks, of which the one after that is told.
+
 Knows nothing of vLLM.
 """
 
@@ -20,6 +23,10 @@ from typing import Any, Final
 #: Pause of a step that has nothing to compute while a request waits for an answer, which ends it. Without this the
 #: engine would ask itself the same over and over. What is sent to the engine meanwhile waits as long.
 GIVE_WAY_S: Final = 0.005
+#: The same where a request waits for a load, of whose end no event tells.
+LOOK_S: Final = 0.00005
+#: How long at most it is waited for the end of a load within one step: reports of workers come with steps.
+LOADING_MAX_S: Final = 0.02
 #: The longest rest: statistics and reports of workers come with steps only.
 REST_MAX_S: Final = 10.0
 
@@ -30,7 +37,7 @@ class Rest:
     Args:
         wait_answer: Waits for an answer, for so many seconds at most; returns whether one is in.
         find_queue: Gives what is sent to the engine, as something that may be `empty`; None: it is not to be had.
-            Called once, in the first rest.
+            Called once, the first time that something is waited for.
     """
 
     def __init__(
@@ -55,10 +62,21 @@ class Rest:
         Args:
             due: When the first answer is overdue. It is later the next time, where there was a sign of life.
         """
-        if not self._looked:
-            self._looked = True
-            self._queue = self._find_queue()
+        self._look()
         until = self._now() + REST_MAX_S
         while not self._wait_answer(GIVE_WAY_S):
             if self._queue is None or not self._queue.empty() or self._now() >= min(until, due()):
                 return
+
+    def until(self, ended: Callable[[], bool]) -> None:
+        """Until a load has ended or there is something else to do."""
+        self._look()
+        until = self._now() + LOADING_MAX_S
+        while self._queue is not None and self._queue.empty() and not ended() and self._now() < until:
+            if self._wait_answer(LOOK_S):
+                return
+
+    def _look(self) -> None:
+        if not self._looked:
+            self._looked = True
+            self._queue = self._find_queue()

@@ -34,6 +34,9 @@ from kvstore.remote import RemoteArena
 
 #: Stands for the places of blocks that are not in the pool, which no pool reaches.
 _BEYOND: Final = np.uint64(1 << 62)
+#: Steps in which a load that has ended well is left to a scheduler that asks between steps: it does so after the step
+#: that sees the end, or, where the load began in that one, after the next.
+_HELD_MAX: Final = 2
 
 
 @dataclasses.dataclass(slots=True)
@@ -44,6 +47,11 @@ class _Outcome:
     problem: str
     size_bytes: int
     time_s: float
+    held: int = 0  # how often it was left to who asks between steps
+
+    @property
+    def is_good_load(self) -> bool:
+        return self.is_load and not self.problem
 
 
 class _Together:
@@ -117,6 +125,11 @@ class KVStoreWorker(OffloadingWorker):
         self.hook_errors: Counter[str] = Counter()
         #: The model computes in the step that asks for copies; set by the connector.
         self.beside_compute = False
+        #: Both set by the connector: `get_finished` leaves loads that have ended well, for a few times, to who asks
+        #: between steps; and who does wants nothing else.
+        self.holds_good_loads = False
+        self.only_good_loads = False
+        self._loads: set[int] = set()  # jobs that are not reported
 
     # -- vLLM's interface ----------------------------------------------------------------------------------------------
 
@@ -131,6 +144,7 @@ class KVStoreWorker(OffloadingWorker):
     def submit_load(
         self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec, expedited: bool = False
     ) -> bool:
+        self._loads.add(job_id)
         self._submit(job_id, dst_spec, src_spec, is_load=True)
         return True
 
@@ -138,11 +152,15 @@ class KVStoreWorker(OffloadingWorker):
         """Every job that is over. Success is always said: vLLM takes a failure here as a defect of its own. What
         failed is told through `take_failed_loads` and `take_report`.
         """
-        self._engine.poll()
-        self._far.poll()
+        self._poll()
         results = []
+        left: deque[_Outcome] = deque()
         while self._finished:
             outcome = self._finished.popleft()
+            if self._leaves(outcome):
+                left.appendleft(outcome)
+                continue
+            self._loads.discard(outcome.job_id)
             self._under_way.pop(outcome.job_id, None)
             self._tickets.pop(outcome.job_id, None)
             self._far_under_way.pop(outcome.job_id, None)
@@ -150,7 +168,21 @@ class KVStoreWorker(OffloadingWorker):
             self._note(outcome)
             size, seconds = (None, None) if outcome.problem else (outcome.size_bytes, outcome.time_s)
             results.append(TransferResult(outcome.job_id, True, size, seconds))
+        self._finished.extendleft(left)
         return results
+
+    def _leaves(self, outcome: _Outcome) -> bool:
+        """Whether `get_finished` tells of it another time."""
+        if self.only_good_loads:
+            return not outcome.is_good_load
+        if self.holds_good_loads and outcome.is_good_load and outcome.held < _HELD_MAX:
+            outcome.held += 1
+            return True
+        return False
+
+    def _poll(self) -> None:
+        self._engine.poll()
+        self._far.poll()
 
     @guarded(nothing)
     def wait(self, job_ids: set[int]) -> None:
@@ -192,6 +224,21 @@ class KVStoreWorker(OffloadingWorker):
         """Requests whose load failed, among the jobs that `get_finished` has told since the last call."""
         failed, self._failed_loads = self._failed_loads, set()
         return failed
+
+    @property
+    def loading(self) -> bool:
+        """Whether loads are under way or not reported."""
+        return bool(self._loads)
+
+    def good_load_ended(self) -> bool:
+        """Whether `get_finished` would tell of a load that has ended well."""
+        self._poll()
+        return any(outcome.is_good_load for outcome in list(self._finished))
+
+    def take_loads_done(self) -> WorkerReport:
+        """The part of the report that is about loads which have ended well."""
+        done, self._report.loads_done = self._report.loads_done, {}
+        return WorkerReport(loads_done=done)
 
     def take_report(self) -> WorkerReport:
         """What the scheduler should know since the last call; empty where nothing has changed."""

@@ -9,7 +9,7 @@ import pytest
 
 from engine_plugin.vllm.coming import Expected
 from engine_plugin.vllm.lookups import REST_STEPS
-from engine_plugin.vllm.rest import GIVE_WAY_S, REST_MAX_S, Rest
+from engine_plugin.vllm.rest import GIVE_WAY_S, LOADING_MAX_S, LOOK_S, REST_MAX_S, Rest
 from tests.plugin.engine_model import Engine, key_of
 from tests.plugin.fakes import FakeDaemon
 
@@ -62,6 +62,22 @@ def test_where_nobody_knows_what_is_sent_the_pause_is_short() -> None:
     loop = Loop()
     loop.rest = Rest(loop.wait, lambda: None, lambda: loop.time)
     assert loop.run(lambda: loop.time + 0.5) == pytest.approx(GIVE_WAY_S)
+
+
+def test_a_load_is_waited_for_until_it_ends_or_there_is_something_else_to_do() -> None:
+    def waited(loop: Loop, ends: float) -> float:
+        began = loop.time
+        loop.rest.until(lambda: loop.time >= ends)
+        return loop.time - began
+
+    assert waited(Loop(), 0.003) == pytest.approx(0.003, abs=2 * LOOK_S)
+    assert waited(Loop(), 1.0) == pytest.approx(LOADING_MAX_S, abs=2 * LOOK_S)
+    for event in ("answer_at", "sent_at"):
+        loop = Loop()
+        setattr(loop, event, 0.001)
+        assert waited(loop, 1.0) == pytest.approx(0.001, abs=2 * LOOK_S)
+    loop.rest = Rest(loop.wait, lambda: None, lambda: loop.time)
+    assert waited(loop, 1.0) == 0.0
 
 
 def test_all_wait_says_whether_there_is_anything_else_to_do() -> None:

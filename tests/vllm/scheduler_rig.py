@@ -103,6 +103,7 @@ class SchedulerRig:
         monkeypatch: Puts fakes in place of the client, the link's thread and the copy engine.
         blocks: KV blocks of the engine; one of them is vLLM's null block.
         acks: The worker's word is heard between steps, on a thread of its own.
+        overlap: The result of a step is read after the next one has been made, as vLLM does with a batch queue.
         draft: The layers include a draft model's (EAGLE, MTP), whose KV at the end of a prefix is not to be relied on.
     """
 
@@ -118,6 +119,7 @@ class SchedulerRig:
         step_tokens: int = 128,
         events: bool = False,
         acks: bool = False,
+        overlap: bool = False,
         draft: bool = False,
     ) -> None:
         import torch
@@ -141,6 +143,8 @@ class SchedulerRig:
         from engine_plugin.vllm.link import DaemonLink
 
         self.time = 1000.0
+        self._overlap = overlap
+        self._made: deque[tuple[Any, Any]] = deque()  # steps whose results are not read
         self.daemon = daemon
         self.clients: list[FakeClient] = []
         self.copies = HeldCopies()
@@ -272,12 +276,23 @@ class SchedulerRig:
     def step(self, turn: bool = True) -> int:
         """One step of the engine, if it would make one. Returns how many tokens it computed."""
         if not self.scheduler.has_requests():
+            while self._made:
+                self._read(*self._made.popleft())
             return 0
         output = self.scheduler.schedule()
         self.preemptions += len(output.preempted_req_ids or ())
-        executed = self._execute(output)
+        self._made.append((output, self._execute(output)))
         if self._events:  # vLLM publishes them; here they are taken from under its nose
             self.events += self.connector.take_events()
+        if len(self._made) > self._overlap:
+            self._read(*self._made.popleft())
+        self.time += 0.01
+        if turn:
+            self.link.turn()
+        return int(output.total_num_scheduled_tokens)
+
+    def _read(self, output: Any, executed: Any) -> None:
+        """Gives the scheduler what a step has led to."""
         results = self.scheduler.update_from_output(output, executed)
         for client_outputs in results.values():
             for each in client_outputs.outputs:
@@ -288,10 +303,6 @@ class SchedulerRig:
             stats = client_outputs.scheduler_stats
             if stats is not None and stats.kv_connector_stats:
                 self._count(stats.kv_connector_stats)
-        self.time += 0.01
-        if turn:
-            self.link.turn()
-        return int(output.total_num_scheduled_tokens)
 
     def _execute(self, output: Any) -> Any:
         """What a model runner does with a step."""
@@ -368,7 +379,7 @@ class SchedulerRig:
             while self.copies.end_one(True) or self.copies.end_one(False):
                 pass
             self.step()
-            if not self.scheduler.has_requests():
+            if not self.scheduler.has_requests() and not self._made:
                 return
         raise AssertionError(f"the engine does not come to rest: {self.alive()}")
 

@@ -75,6 +75,46 @@ def test_a_store_is_published_when_its_copy_ends_and_not_at_the_end_of_a_step(ri
     assert one.counts["stored_blocks/stored"] == 2
 
 
+@pytest.mark.parametrize("near", [True, False])
+def test_of_a_load_that_has_ended_the_scheduler_hears_at_once_where_its_worker_is_near(
+    rigs: Rigs, monkeypatch: pytest.MonkeyPatch, near: bool
+) -> None:
+    from engine_plugin.vllm import nearby
+
+    if not near:
+        monkeypatch.setattr(nearby, "only_worker", lambda _engine_id: None)
+    one = rigs(overlap=True)
+    one.answer("first", tokens(2))  # by then the scheduler knows that its worker is attached
+    answer = one.answer("p", tokens(1))
+    assert one.reset(connector=False)
+    one.add("again", tokens(1))
+    for _ in range(9):
+        one.step()
+    assert one.copies.queues[True]
+    assert not any(one.step() for _ in range(5))
+    one.copies.end_one(True)
+    # Without: the step that sees it, and the one after which its result is read.
+    assert next(count for count in range(5) if one.step()) == (1 if near else 2)
+    one.settle()
+    assert one.outputs["again"] == answer and one.counts["hit_blocks"] == BLOCKS
+    assert not one.manager._copies_s
+
+
+def test_a_load_that_has_failed_is_told_of_with_a_step(rigs: Rigs) -> None:
+    one = rigs(overlap=True)
+    one.answer("first", tokens(2))  # by then the scheduler knows that its worker is attached
+    answer = one.answer("p", tokens(1))
+    assert one.reset(connector=False)
+    one.add("again", tokens(1))
+    for _ in range(9):
+        one.step()
+    assert one.copies.queues[True]
+    one.copies.fail_next = 1
+    one.copies.end_one(True)
+    one.settle()
+    assert one.outputs["again"] == answer and one.failed_loads == 1
+
+
 def test_the_last_block_of_a_draft_models_prefix_is_computed(rigs: Rigs, daemon: FakeDaemon) -> None:
     """A draft model's KV of a token depends on the next one. vLLM leaves a prefix' last block out; the others are the
     plugin's as ever.
