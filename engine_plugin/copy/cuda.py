@@ -34,13 +34,14 @@ import torch
 from engine_plugin.copy import kernels, paths, runs
 from engine_plugin.copy.contract import CopyEngine, CopyStats, Fragments, Pool, Then
 from engine_plugin.copy.cudart import CudaRuntime
-from engine_plugin.copy.kernels import STAGED, TO_GPU, TO_HOST, Tuning
+from engine_plugin.copy.kernels import ONE_RUN, STAGED, TO_GPU, TO_HOST, Tuning
 from engine_plugin.copy.lanes import STAGES, Job, Lane, Part, mark
 from engine_plugin.copy.registration import CHUNK_BYTES, Registration
 
-#: Of one buffer: long enough that starting and ending a copy costs little (450 us at 55 GB/s) and the host is not kept
-#: busy with queueing, short enough that the first and the last one, which nothing overlaps, cost little too.
-STAGE_BYTES: Final = 24 << 20
+#: Of one buffer: long enough that starting and ending a copy costs little (600 us at 55 GB/s) and the host is not kept
+#: busy with queueing, or of two jobs handed in together the second would come late; short enough that the first and the
+#: last one, which nothing overlaps, cost little too.
+STAGE_BYTES: Final = 32 << 20
 #: Of the streams, as CUDA counts: less is sooner, and 0 is what the model's kernels have.
 STORE_PRIORITY: Final = -1
 LOAD_PRIORITY: Final = -2
@@ -91,7 +92,7 @@ class CudaCopyEngine(CopyEngine):
             self._load = Lane(self.device, self._runtime, priority=LOAD_PRIORITY, stage_bytes=stage_bytes)
             # What most jobs need, so that the first of them does not wait for a compiler.
             self._movers: dict[tuple[int, int, int, bool], kernels.Mover] = {}
-            for tuning in {STAGED, TO_HOST, TO_GPU}:
+            for tuning in {STAGED, ONE_RUN, TO_HOST, TO_GPU}:
                 for common in (tuning.chunk_bytes, 16384, 8192, 4096, 16):
                     self._mover(16, common, tuning)
             for lane in (self._store, self._load):
@@ -261,7 +262,7 @@ class CudaCopyEngine(CopyEngine):
         lane.filled[buffer].record(lane.copies)
         in_stage = fragments.pool - np.uint64(start) + np.uint64(stage)
         pieces = runs.split(Fragments(fragments.kv, in_stage, fragments.size), _PIECE_BYTES)
-        launch = self._launcher(lane, job, pieces, True, STAGED)
+        launch = self._launcher(lane, job, pieces, True, ONE_RUN)
         job.follow_caller(lane.kernels)
         lane.kernels.wait_event(lane.filled[buffer])
         launch(0, len(pieces))

@@ -25,6 +25,8 @@ class Tuning:
 
 #: GPU memory to GPU memory: short, so it may be wide.
 STAGED: Final = Tuning(programs=32, chunk_bytes=32768, warps=8)
+#: The same where a request waits for a single buffer: a program for each piece of a block, as nothing hides their time.
+ONE_RUN: Final = Tuning(programs=128, chunk_bytes=32768, warps=8)
 #: Over the bus, by direction.
 TO_HOST: Final = Tuning(programs=16, chunk_bytes=16384, warps=8)
 TO_GPU: Final = Tuning(programs=16, chunk_bytes=16384, warps=8)
