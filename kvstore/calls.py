@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import select
 import socket
 import threading
@@ -19,6 +20,9 @@ from kvstore.wire.frames import FAILED, METHODS, NO_ANSWER, Frame, Splitter, err
 from kvstore.wire.v1 import admin_pb2_grpc, engine_pb2_grpc
 
 _RECEIVE_BYTES: Final = 1 << 18
+#: How long a caller looks for its answer before it sleeps: most come within 200 us, and a quarter of that is the time
+#: that the kernel takes to put a caller to sleep and to wake it. Only where that takes a CPU from nobody.
+_LOOK_S: Final = 0.0003 if len(os.sched_getaffinity(0)) >= 8 else 0.0
 
 
 class Calls(Protocol):
@@ -219,12 +223,13 @@ class FramedCalls:
 
     def _read(self, waiting: _Waiting, deadline: float) -> None:
         """Reads as the one thread that does, until this call has its answer or the connection has ended."""
+        looks_until = time.monotonic() + _LOOK_S
         while waiting.answer is None and self._gone is None:
-            if not self._readable.poll(_ms_until(deadline)):
-                raise self._late()
             try:
                 data = self._connection.recv(_RECEIVE_BYTES)
             except BlockingIOError:
+                if time.monotonic() >= looks_until and not self._readable.poll(_ms_until(deadline)):
+                    raise self._late() from None
                 continue
             except OSError as error:
                 self._end(str(error))
