@@ -34,8 +34,8 @@ test: lint servers
 # Real servers for the tests. Where they are not there and cannot be installed, what needs them is skipped, and says so.
 servers:
 	@if ! { command -v redis-server && command -v fio && command -v openssl && command -v docker-compose \
-	        && command -v ip && command -v tc; } >/dev/null; then \
-	    packages="redis-server fio openssl docker-compose iproute2"; \
+	        && command -v ip && command -v tc && command -v prometheus; } >/dev/null; then \
+	    packages="redis-server fio openssl docker-compose iproute2 prometheus"; \
 	    if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then apt-get update -qq \
 	        && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $$packages; \
 	    else echo "something of this is missing: apt-get install $$packages" >&2; fi; fi

@@ -6,10 +6,7 @@ import json
 import re
 import shutil
 import subprocess
-import tempfile
 import urllib.request
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import yaml
@@ -21,15 +18,6 @@ from tests.redis.servers import needs_redis
 
 DEPLOY = ROOT / "deploy"
 DASHBOARD = DEPLOY / "grafana" / "dashboards" / "kvstore.json"
-
-
-@pytest.fixture
-def composed() -> Iterator[Composed]:
-    # Not tmp_path: a socket's path is short.
-    with tempfile.TemporaryDirectory(prefix="kv") as folder:
-        composed = Composed(Path(folder))
-        yield composed
-        composed.down()
 
 
 def _compose() -> list[str] | None:
@@ -68,6 +56,15 @@ def test_the_demo_finishes(composed: Composed) -> None:
         name, port = target.split(":")
         with urllib.request.urlopen(f"http://127.0.0.1:{composed.port(name, port)}/metrics", timeout=30) as page:
             assert 'kvstore_tier_state{state="ok",tier="redis"} 1.0' in page.read().decode()
+
+
+def test_to_run_decode_is_to_run_all_of_the_demo() -> None:
+    """docker compose run --rm decode: its exit code is the demo's, and nothing of the demo ends with prefill."""
+    needed, new = set(), {"decode"}
+    while new:
+        needed |= new
+        new = {other for name in new for other in services()[name].get("depends_on", {})} - needed
+    assert needed == {name for name, service in services().items() if "profiles" not in service}
 
 
 def test_two_hosts_have_nothing_but_redis_in_common() -> None:
