@@ -1,19 +1,25 @@
-"""The Redis tier against plain redis-py, a bare socket, and redis-benchmark, in turn against one server of its own.
+"""The Redis tier against plain redis-py, a bare socket, and redis-benchmark, in turn, each against a server of its own.
 
 Large blocks (4 and 8 MiB)
     tier        what the daemon does: RedisTier.read and .write of a batch, checked, in parts
     redis-py    get and set of whole blocks with redis-py, one after another, in a process of its own: as `pip install
-                redis` gives it, with a parser in Python, and with hiredis, which it takes where it is installed; what
-                was got is copied to its place
+                redis` gives it, with a parser in Python, and with hiredis, which it takes where it is installed. set is
+                given a memoryview of the block, which redis-py sends as it is (bytes would have to be copied first);
+                what was got is copied to its place. So does the Redis backend of LMCache.
     bare        a blocking socket with the congestion control that the tier's has: the same number of bytes as GET and
                 SET with recv_into and sendmsg, the next GET sent before the value of the last one has come, nothing
                 checked. Once with whole blocks, once cut as the tier cuts them; the faster one counts.
+    the most    the bytes of the tier's SETs by the processor time of the server's thread for them: what a client gets
+                that never lets the server wait, and takes nothing away from it either. Beside it redis-benchmark, four
+                connections with four values of the tier's size in flight on each.
 Small blocks (64 KiB)
     redis-benchmark with as many commands in flight, as a process of its own.
 
-Batches are of 32 MiB, as the daemon makes them. Stores go to names that are not there; what was there is removed
-outside the time, by every side in the same way, and the server keeps the memory for what comes next, as a full one
-does. redis-benchmark stores as many keys again and again.
+Batches are of 32 MiB, as the daemon makes them. Servers are full, as those in use are: each SET is of a new name and
+makes the server evict what is oldest, so that its memory is what that leaves. (A server that is filling up gets each
+page from the kernel anew, and hardly takes 1 GB/s from anybody.) All have the settings that a server comes with, but
+for maxmemory, its policy, and no persistence. Servers, processes and memory are made anew several times in a run, since
+where they happen to lie decides on a third of the figures.
 
 What the server sends, its system's congestion control decides. The tier and the bare socket choose one for what they
 send, redis-py does not. With --own-network all of it runs, where that is permitted, in a network whose connections all
@@ -28,352 +34,190 @@ import shutil
 import socket
 import statistics
 import subprocess
-import sys
-import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Final
 
 import click
-from redis import Redis
 
-from bench import redis_plain
-from bench.harness import ROOT, Ratio, Report, in_turn, own_network, private_memory, seconds
+from bench.harness import Ratio, Report, in_turn, own_network
+from bench.redis_sides import BareSide, Benchmark, Blocks, Ours, Plain, Server, Side, running_server
 from kvstore import congestion
-from kvstore.clock import SystemClock
-from kvstore.tier import ReadOutcome, WriteOutcome, tier_key
-from kvstore.tiers.redis import RedisTier
-from kvstore.tiers.redis_value import PAYLOAD_BYTES
+from kvstore.tiers.redis_value import PART_BYTES_MAX, PAYLOAD_BYTES
 
 _BINARIES: Final = ("redis-server", "redis-benchmark")
-_DEADLINE_S: Final = 30.0
+_BATCH_BYTES: Final = 32 << 20
+_SERVER_BYTES: Final = 256 << 20
 _SMALL_BYTES: Final = 64 << 10
 _IN_FLIGHT: Final = 32
+#: Of redis-benchmark with large values, which has several connections.
+_CONNECTIONS: Final = 4
+_IN_FLIGHT_LARGE: Final = 4
 #: Goals.
 _OVER_PLAIN: Final = 2.5
 _OF_BARE: Final = 0.70
 _OF_BENCHMARK: Final = 0.5
 
-
-@contextlib.contextmanager
-def running_server() -> Iterator[int]:
-    """A server without persistence; its port."""
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        port: int = taken.getsockname()[1]
-    with tempfile.TemporaryDirectory(prefix="kvstore-bench-") as folder:
-        command = ["redis-server", "--port", str(port), "--bind", "127.0.0.1", "--dir", folder]
-        command += ["--save", "", "--appendonly", "no", "--maxmemory", "2gb", "--maxmemory-policy", "allkeys-lru"]
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-        try:
-            deadline = time.monotonic() + _DEADLINE_S
-            while True:
-                with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1.0):
-                    break
-                if time.monotonic() > deadline:
-                    raise SystemExit("redis-server does not start")
-                time.sleep(0.01)
-            yield port
-        finally:
-            process.terminate()
-            process.wait()
+Make = Callable[[contextlib.ExitStack], dict[str, Side]]
+Times = dict[str, list[float]]
 
 
-class Bare:
-    """RESP on a socket, and nothing else."""
-
-    def __init__(self, port: int) -> None:
-        self._socket = socket.create_connection(("127.0.0.1", port), _DEADLINE_S)
-        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._socket.settimeout(None)
-        congestion.choose(self._socket)
-
-    def close(self) -> None:
-        self._socket.close()
-
-    def get(self, keys: list[bytes], rooms: list[memoryview]) -> None:
-        """Values, into their places. Their lengths are known, so that only what stands between them is looked at."""
-        commands = [b"*2\r\n$3\r\nGET\r\n$%d\r\n%b\r\n" % (len(key), key) for key in keys]
-        self._socket.sendall(commands[0])
-        for number, room in enumerate(rooms):
-            if number + 1 < len(commands):
-                self._socket.sendall(commands[number + 1])
-            head = b"$%d\r\n" % room.nbytes
-            assert self._exactly(len(head)) == head
-            got = 0
-            while got < room.nbytes:
-                got += self._socket.recv_into(room[got:])
-            assert self._exactly(2) == b"\r\n"
-
-    def set(self, keys: list[bytes], datas: list[memoryview]) -> None:
-        """Values, from their places."""
-        for key, data in zip(keys, datas, strict=True):
-            head = b"*3\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (len(key), key, data.nbytes)
-            views = [memoryview(head), data, memoryview(b"\r\n")]
-            while views:
-                count = self._socket.sendmsg(views)
-                while views and count >= views[0].nbytes:
-                    count -= views.pop(0).nbytes
-                if count:
-                    views[0] = views[0][count:]
-        assert self._exactly(5 * len(keys)) == b"+OK\r\n" * len(keys)
-
-    def _exactly(self, size: int) -> bytes:
-        data = b""
-        while len(data) < size:
-            data += self._socket.recv(size - len(data))
-        return data
-
-
-class Plain:
-    """redis-py in a process of its own."""
-
-    def __init__(self, port: int, block_bytes: int, count: int, *, hiredis: bool) -> None:
-        command = [sys.executable, "-m", "bench.redis_plain", str(port), str(block_bytes), str(count)]
-        command += [] if hiredis else ["without-hiredis"]
-        self._process = subprocess.Popen(
-            command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
-        )
-        self._answer()
-
-    def _answer(self) -> str:
-        assert self._process.stdout is not None
-        if not (line := self._process.stdout.readline()):
-            raise SystemExit("the process with redis-py has ended")
-        return line
-
-    def move(self, verb: str) -> float:
-        """All blocks; returns the seconds."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(f"{verb}\n")
-        return float(self._answer())
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.communicate()
-
-
-class Sides:
-    """A batch of blocks, and everybody who moves it.
+def measure(make: Make, setups: int, rounds: int) -> dict[str, Times]:
+    """Times of all sides for "get" and "set", round by round; beside those for "set", as "busy", the seconds of the
+    server's thread for the tier's stores.
 
     Args:
-        size_bytes: Of one block.
-        count: Blocks of the batch.
+        make: Makes the sides, with servers of their own.
+    """
+    times: dict[str, Times] = {"get": {}, "set": {}}
+    for _ in range(setups):
+        with contextlib.ExitStack() as stack:
+            sides = make(stack)
+            for side in sides.values():
+                side.fill()
+            for side in sides.values():
+                side.set()  # what get() loads is newer than all else
+            for verb, so_far in times.items():
+                found = in_turn({name: getattr(side, verb) for name, side in sides.items()}, rounds)
+                if verb == "set":
+                    found["busy"] = sides["tier"].busy[-rounds:]
+                for name, values in found.items():
+                    so_far.setdefault(name, []).extend(values)
+    return times
+
+
+def rate(times: list[float], batch_bytes: int) -> str:
+    """In GB/s, as it is shown."""
+    return f"{batch_bytes / 1e9 / statistics.median(times):.2f}"
+
+
+class Bench:
+    """All of it.
+
+    Args:
+        smoke: Little of everything.
     """
 
-    def __init__(self, runner: asyncio.Runner, tier: RedisTier, port: int, size_bytes: int, count: int) -> None:
+    def __init__(self, runner: asyncio.Runner, report: Report, setups: int, rounds: int, *, smoke: bool) -> None:
         self._runner = runner
-        self._tier = tier
-        self._admin = Redis(port=port)
-        self._plain = Plain(port, size_bytes, count, hiredis=False)
-        self._hiredis = Plain(port, size_bytes, count, hiredis=True)
-        self._bare = Bare(port)
-        self._count = count
-        memory = memoryview(private_memory(2 * size_bytes * count)).cast("B")
-        half = size_bytes * count
-        for at in range(0, half, 4096):
-            memory[at : at + 8] = (at * 2654435761 + size_bytes).to_bytes(16, "little")[:8]
-        self._datas = [memory[at : at + size_bytes] for at in range(0, half, size_bytes)]
-        self._rooms = [memory[half + at : half + at + size_bytes] for at in range(0, half, size_bytes)]
-        self._keys = [
-            tier_key(b"b" * 16, 0, size_bytes.to_bytes(8, "big") + n.to_bytes(4, "big")) for n in range(count)
-        ]
-        self._names = redis_plain.names(size_bytes, count)
-        cut = [(n, at) for n in range(count) for at in range(0, size_bytes, PAYLOAD_BYTES)]
-        self._part_names = [b"part:%d:%d:%d" % (size_bytes, number, at) for number, at in cut]
-        self._part_datas = [self._datas[number][at : at + PAYLOAD_BYTES] for number, at in cut]
-        self._part_rooms = [self._rooms[number][at : at + PAYLOAD_BYTES] for number, at in cut]
+        self._report = report
+        self._setups = setups
+        self._rounds = rounds
+        self._smoke = smoke
+        self._batch_bytes = _BATCH_BYTES // 2 if smoke else _BATCH_BYTES
 
-    def close(self) -> None:
-        self.forget()
-        self._plain.close()
-        self._hiredis.close()
-        self._admin.close()
-        self._bare.close()
+    def _server(self, stack: contextlib.ExitStack) -> Server:
+        return stack.enter_context(running_server(_SERVER_BYTES // 4 if self._smoke else _SERVER_BYTES))
 
-    def forget(self) -> None:
-        """Removes all that was stored, and waits until its memory is free."""
-        self._admin.delete(*self._names, *self._part_names)
-        self._runner.run(self._tier.delete(self._keys))
-        while self._admin.info("memory")["lazyfree_pending_objects"]:
-            time.sleep(0.001)
+    def _sides(self, stack: contextlib.ExitStack, makers: dict[str, Callable[[Server], Side]]) -> dict[str, Side]:
+        sides = {}
+        for name, make in makers.items():
+            sides[name] = side = make(self._server(stack))
+            stack.callback(side.close)
+        return sides
 
-    def _check(self) -> None:
-        for data, room in zip(self._datas, self._rooms, strict=True):
-            assert room[:4096] == data[:4096] and room[-4096:] == data[-4096:]
-            room[:8] = bytes(8)
+    def large(self, size_bytes: int) -> None:
+        """GET and SET of large blocks."""
 
-    def tier_set(self) -> float:
-        self.forget()
-        blocks = list(zip(self._keys, self._datas, strict=True))
-        outcomes: list[WriteOutcome] = []
+        def make(stack: contextlib.ExitStack) -> dict[str, Side]:
+            blocks = Blocks(size_bytes, self._batch_bytes // size_bytes)
+            makers: dict[str, Callable[[Server], Side]] = {
+                "tier": lambda server: Ours(server, blocks, self._runner),
+                "plain": lambda server: Plain(server, blocks, hiredis=False),
+                "hiredis": lambda server: Plain(server, blocks, hiredis=True),
+                "bare": lambda server: BareSide(server, blocks),
+                "bare_parts": lambda server: BareSide(server, blocks, PAYLOAD_BYTES),
+                "benchmark": lambda server: Benchmark(
+                    server, blocks, PART_BYTES_MAX, _CONNECTIONS, _IN_FLIGHT_LARGE, rounds=4
+                ),
+            }
+            return self._sides(stack, makers)
 
-        def go() -> None:
-            outcomes.extend(self._runner.run(self._tier.write(blocks, _DEADLINE_S)))
-
-        taken = seconds(go)
-        assert set(outcomes) == {WriteOutcome.STORED}, outcomes
-        return taken
-
-    def tier_get(self) -> float:
-        if self._runner.run(self._tier.stat(self._keys)) != [len(self._datas[0])] * self._count:
-            self.tier_set()
-        blocks = list(zip(self._keys, self._rooms, strict=True))
-        outcomes: list[ReadOutcome] = []
-
-        def go() -> None:
-            outcomes.extend(self._runner.run(self._tier.read(blocks, _DEADLINE_S)))
-
-        taken = seconds(go)
-        assert set(outcomes) == {ReadOutcome.OK}, outcomes
-        self._check()
-        return taken
-
-    def plain_set(self) -> float:
-        self.forget()
-        return self._plain.move("set")
-
-    def plain_get(self) -> float:
-        self.plain_set()
-        return self._plain.move("get")
-
-    def hiredis_set(self) -> float:
-        self.forget()
-        return self._hiredis.move("set")
-
-    def hiredis_get(self) -> float:
-        self.hiredis_set()
-        return self._hiredis.move("get")
-
-    def bare_set(self) -> float:
-        self.forget()
-        return seconds(lambda: self._bare.set(self._names, self._datas))
-
-    def bare_get(self) -> float:
-        self.bare_set()
-        taken = seconds(lambda: self._bare.get(self._names, self._rooms))
-        self._check()
-        return taken
-
-    def bare_parts_set(self) -> float:
-        self.forget()
-        return seconds(lambda: self._bare.set(self._part_names, self._part_datas))
-
-    def bare_parts_get(self) -> float:
-        self.bare_parts_set()
-        taken = seconds(lambda: self._bare.get(self._part_names, self._part_rooms))
-        self._check()
-        return taken
-
-
-def measure_large(sides: Sides, size_bytes: int, count: int, rounds: int, report: Report) -> None:
-    """GET and SET of large blocks."""
-    for verb in ("get", "set"):
-        names = ("tier", "plain", "hiredis", "bare", "bare_parts")
-        times = in_turn({name: getattr(sides, f"{name}_{verb}") for name in names}, rounds)
-        bare = min(times["bare"], times["bare_parts"], key=statistics.median)
-        over_plain, of_bare = Ratio.of(times["plain"], times["tier"]), Ratio.of(bare, times["tier"])
-        over_hiredis = Ratio.of(times["hiredis"], times["tier"])
-        what = f"{verb.upper()} of {size_bytes >> 20} MiB"
-        gigabytes = size_bytes * count / 1e9
-        report.rows.append(
-            (
-                what,
-                f"{gigabytes / sorted(times['tier'])[rounds // 2]:.2f}",
-                f"{gigabytes / sorted(times['plain'])[rounds // 2]:.2f}",
-                f"{gigabytes / sorted(times['hiredis'])[rounds // 2]:.2f}",
-                f"{gigabytes / sorted(bare)[rounds // 2]:.2f}",
-                str(over_plain),
-                report.goal(f"{what} against redis-py", over_plain.median, at_least=_OVER_PLAIN),
-                str(over_hiredis),
-                str(of_bare),
-                report.goal(f"{what} against a bare socket", of_bare.median, at_least=_OF_BARE),
+        for verb, times in measure(make, self._setups, self._rounds).items():
+            bare = min(times["bare"], times["bare_parts"], key=statistics.median)
+            over_plain, of_bare = Ratio.of(times["plain"], times["tier"]), Ratio.of(bare, times["tier"])
+            over_hiredis = Ratio.of(times["hiredis"], times["tier"])
+            what = f"{verb.upper()} of {size_bytes >> 20} MiB"
+            figures = {
+                "over_plain": over_plain.as_json(),
+                "over_hiredis": over_hiredis.as_json(),
+                "of_bare": of_bare.as_json(),
+                "bare_over_plain": Ratio.of(times["plain"], bare).as_json(),
+            }
+            most = ""
+            if verb == "set":
+                limit, others = Ratio.of(times["plain"], times["busy"]), Ratio.of(times["plain"], times["benchmark"])
+                figures |= {"most_over_plain": limit.as_json(), "benchmark_over_plain": others.as_json()}
+                most = f"{limit}; {others}"
+            self._report.rows.append(
+                (
+                    what,
+                    *(rate(times[name], self._batch_bytes) for name in ("tier", "plain", "hiredis")),
+                    rate(bare, self._batch_bytes),
+                    str(over_plain),
+                    self._report.goal(f"{what} against redis-py", over_plain.median, at_least=_OVER_PLAIN),
+                    most,
+                    str(over_hiredis),
+                    str(of_bare),
+                    self._report.goal(f"{what} against a bare socket", of_bare.median, at_least=_OF_BARE),
+                )
             )
-        )
-        report.figures[f"{verb}_{size_bytes >> 20}m"] = {
-            "over_plain": over_plain.as_json(),
-            "over_hiredis": over_hiredis.as_json(),
-            "of_bare": of_bare.as_json(),
-        }
+            self._report.figures[f"{verb}_{size_bytes >> 20}m"] = figures
 
+    def small(self) -> None:
+        """Pipelined GET and SET of small blocks."""
 
-def benchmark(port: int, verb: str, count: int) -> float:
-    """Seconds that redis-benchmark takes for one value, with about as many keys as there are blocks."""
-    if verb == "get":
-        benchmark(port, "set", count)
-    command = ["redis-benchmark", "-p", str(port), "-t", verb, "-d", str(_SMALL_BYTES), "-n", str(8 * count)]
-    command += ["-r", str(count), "-P", str(_IN_FLIGHT), "-c", "1", "--csv"]
-    found = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1]
-    return 1.0 / float(found.split(",")[1].strip('"'))
+        def make(stack: contextlib.ExitStack) -> dict[str, Side]:
+            blocks = Blocks(_SMALL_BYTES, 64 if self._smoke else _BATCH_BYTES // _SMALL_BYTES)
+            makers: dict[str, Callable[[Server], Side]] = {
+                "tier": lambda server: Ours(server, blocks, self._runner),
+                "theirs": lambda server: Benchmark(server, blocks, _SMALL_BYTES, 1, _IN_FLIGHT, rounds=8),
+            }
+            return self._sides(stack, makers)
 
-
-def measure_small(sides: Sides, port: int, count: int, rounds: int, report: Report) -> None:
-    """Pipelined GET and SET of small blocks."""
-    for verb in ("get", "set"):
-        tier: Callable[[], float] = getattr(sides, f"tier_{verb}")
-        times = in_turn(
-            {"tier": lambda tier=tier: tier() / count, "theirs": lambda verb=verb: benchmark(port, verb, count)},  # type: ignore[misc]
-            rounds,
-        )
-        ratio = Ratio.of(times["theirs"], times["tier"])
-        what = f"{verb.upper()} of 64 KiB, in flight"
-        speeds = [_SMALL_BYTES / 1e9 / sorted(times[side])[rounds // 2] for side in ("tier", "theirs")]
-        report.rows.append(
-            (
-                what,
-                f"{speeds[0]:.2f}",
-                "",
-                "",
-                f"{speeds[1]:.2f} (redis-benchmark)",
-                "",
-                "",
-                "",
-                str(ratio),
-                report.goal(f"{what} against redis-benchmark", ratio.median, at_least=_OF_BENCHMARK),
+        batch_bytes = 64 * _SMALL_BYTES if self._smoke else _BATCH_BYTES
+        for verb, times in measure(make, self._setups, self._rounds).items():
+            ratio = Ratio.of(times["theirs"], times["tier"])
+            what = f"{verb.upper()} of 64 KiB, in flight"
+            self._report.rows.append(
+                (
+                    what,
+                    *(rate(times["tier"], batch_bytes), "", ""),
+                    f"{rate(times['theirs'], batch_bytes)} (redis-benchmark)",
+                    *("", "", "", ""),
+                    str(ratio),
+                    self._report.goal(f"{what} against redis-benchmark", ratio.median, at_least=_OF_BENCHMARK),
+                )
             )
-        )
-        report.figures[f"{verb}_64k"] = {"of_redis_benchmark": ratio.as_json()}
+            self._report.figures[f"{verb}_64k"] = {"of_redis_benchmark": ratio.as_json()}
 
 
 @click.command()
 @click.option("--smoke", is_flag=True, help="Few blocks and rounds, to see that the bench works.")
-@click.option("--rounds", default=15, help="Rounds that count.")
+@click.option("--setups", default=4, help="How often servers, processes and memory are made anew.")
+@click.option("--rounds", default=5, help="Rounds that count, with each of them.")
 @click.option("--own-network", "own", is_flag=True, help="In a network of its own, where all have the same congestion.")
-def main(smoke: bool, rounds: int, own: bool) -> None:
+def main(smoke: bool, setups: int, rounds: int, own: bool) -> None:
     """The Redis tier against redis-py, a bare socket and redis-benchmark."""
     if missing := [binary for binary in _BINARIES if shutil.which(binary) is None]:
         raise SystemExit(f"{' and '.join(missing)} not installed: nothing to measure")
-    rounds = 2 if smoke else rounds
     columns = ("what", "tier GB/s", "redis-py", "with hiredis", "bare", "tier / redis-py", "goal")
-    columns += ("tier / hiredis", "tier / bare", "goal")
+    columns += ("server busy; benchmark / redis-py", "tier / hiredis", "tier / bare", "goal")
     report = Report("redis", columns)
     if own:
         own_network("reno")
     with socket.socket() as any_socket:
         network = congestion.current(any_socket)
-    with running_server() as port, asyncio.Runner() as runner:
-        tier = _open(runner, port)
-        try:
-            for size_bytes in (4 << 20, 8 << 20):
-                count = (16 << 20 if smoke else 32 << 20) // size_bytes
-                with contextlib.closing(Sides(runner, tier, port, size_bytes, count)) as sides:
-                    measure_large(sides, size_bytes, count, rounds, report)
-            count = 64 if smoke else 512
-            with contextlib.closing(Sides(runner, tier, port, _SMALL_BYTES, count)) as sides:
-                measure_small(sides, port, count, rounds, report)
-        finally:
-            runner.run(tier.close())
+    with asyncio.Runner() as runner:
+        bench = Bench(runner, report, 1 if smoke else setups, 1 if smoke else rounds, smoke=smoke)
+        bench.large(4 << 20)
+        bench.large(8 << 20)
+        bench.small()
     report.notes.append("Medians of the ratios within the rounds, with the middle half of them; GB/s are medians.")
+    report.notes.append(
+        "server busy: what a client of the tier's values would reach that keeps the server's thread busy all the time. "
+        f"benchmark: redis-benchmark with {_CONNECTIONS} connections and the same values."
+    )
     report.show({"redis": _version(), "congestion": network})
-
-
-def _open(runner: asyncio.Runner, port: int) -> RedisTier:
-    async def go() -> RedisTier:
-        tier = RedisTier(f"redis://127.0.0.1:{port}", SystemClock(), deadline_s=_DEADLINE_S)
-        await tier.open()
-        return tier
-
-    return runner.run(go())
 
 
 def _version() -> str:

@@ -1,8 +1,9 @@
 """A process that moves blocks with redis-py and nothing else, as an application would: for bench.redis.
 
 Run as a program: PORT BLOCK_BYTES COUNT, and "without-hiredis" for what `pip install redis` gives by itself; redis-py
-takes hiredis by itself where it is installed. Reads "get" or "set" from its input, one a line, moves all blocks one
-after another, and answers with the seconds that it took. What was got is copied to its place.
+takes hiredis by itself where it is installed. Reads "get" or "set" and the number of the batch from its input, one a
+line, moves all blocks one after another, and answers with the seconds that it took. What was got is copied to its
+place.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ import time
 from bench.harness import private_memory
 
 
-def names(block_bytes: int, count: int) -> list[bytes]:
-    """Of the keys."""
-    return [b"plain:%d:%d" % (block_bytes, number) for number in range(count)]
+def names(batch: int, count: int) -> list[bytes]:
+    """Keys of a batch."""
+    return [b"plain:%d:%d" % (batch, number) for number in range(count)]
 
 
 def main() -> None:
@@ -31,11 +32,11 @@ def main() -> None:
     memory = memoryview(private_memory(2 * block_bytes * count)).cast("B")
     blocks = [memory[at : at + block_bytes] for at in range(0, len(memory), block_bytes)]
     datas, rooms = blocks[:count], blocks[count:]
-    for number, data in enumerate(datas):
-        data[:8] = data[-8:] = (number + 1).to_bytes(8, "little")
-    keys = names(block_bytes, count)
+    for at, data in enumerate(datas):
+        data[:8] = data[-8:] = (at + 1).to_bytes(8, "little")
     print("ready", flush=True)
-    for verb in map(str.strip, sys.stdin):
+    for verb, number in map(str.split, sys.stdin):
+        keys = names(int(number), count)
         begun = time.perf_counter()
         if verb == "set":
             for key, data in zip(keys, datas, strict=True):

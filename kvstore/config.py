@@ -164,20 +164,21 @@ class Settings(pydantic.BaseModel):
         "url",
         None,
         help="Redis or Valkey below the other tiers, shared by daemons on several hosts: redis://, rediss:// (TLS), "
-        "redis+cluster:// or redis+sentinel://, with user, password and database. Default: no Redis tier.",
+        "redis+cluster://, redis+sentinel:// or unix:// (its socket), with user, password and database. Default: no "
+        "Redis tier.",
     )
     redis_bytes: Bytes | None = _field(
         "bytes",
         None,
         ge=_MIB,
         metavar="SIZE",
-        help="Budget of this daemon's blocks in Redis, for a server without a maxmemory of its own.",
+        help="Budget of all blocks under the key prefix in Redis, for a server without a maxmemory of its own.",
     )
     redis_ttl_s: int | None = _field(
         "seconds",
         None,
         ge=1,
-        help="How long a block stays in Redis after its last use. Default: until it is evicted.",
+        help="How long a block stays in Redis after it was stored. Default: until it is evicted.",
     )
     redis_key_prefix: str = _field(
         "text",

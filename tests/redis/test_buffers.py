@@ -13,7 +13,7 @@ import pytest
 import xxhash
 
 from kvstore.testing import FakeClock, make_block
-from kvstore.testing.tier_suite import name_of
+from kvstore.testing.tier_suite import name_of, store
 from kvstore.tier import ReadOutcome, TierState, WriteOutcome
 from kvstore.tiers.redis_value import pack_header, seal_of
 from tests.redis.servers import PATIENCE_S
@@ -45,6 +45,7 @@ class Script:
         stuck: Set when it was sent a value and does not take it.
         taken: What it got as values.
         lost: Connections that the other side has closed.
+        version: What it says it is.
     """
 
     def __init__(self) -> None:
@@ -57,6 +58,7 @@ class Script:
         self.stuck = asyncio.Event()
         self.taken: list[bytes] = []
         self.lost = 0
+        self.version = "7.0.0"
         self.port = 0
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -122,7 +124,7 @@ class Script:
             case b"PING":
                 writer.write(b"+PONG\r\n")
             case b"INFO":
-                text = b"redis_version:7.0.0\r\nrole:master\r\nmaxmemory:0\r\n"
+                text = f"redis_version:{self.version}\r\nrole:master\r\nmaxmemory:0\r\n".encode()
                 writer.write(b"$%d\r\n%b\r\n" % (len(text), text))
             case b"HGETALL":
                 writer.write(b"*0\r\n")
@@ -249,6 +251,19 @@ async def test_a_connection_that_comes_too_late_never_gets_the_buffer(script: Sc
         script.greets.set()
         await tier.close()  # its threads have ended
         assert room == bytes(SIZE)
+
+
+async def test_a_version_that_is_too_old_is_said(script: Script) -> None:
+    script.version = "5.0.14"
+    clock = FakeClock()
+    async with opened(url(script), clock) as tier:
+        assert tier.state is TierState.FAILED
+        assert tier.stats()["fault"]["text"] == "Redis 5.0.14 is too old: 6.0 is the least that works"
+        assert await store(tier, [KEY]) == [WriteOutcome.FAILED]
+        script.version = "6.0.20"
+        clock.advance(60.0)
+        await tier.tend()
+        assert tier.state is TierState.OK
 
 
 async def test_a_caller_without_time_says_nothing_about_the_server(script: Script) -> None:

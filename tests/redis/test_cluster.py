@@ -144,8 +144,9 @@ async def test_a_node_is_replaced_by_its_replica_under_load(tmp_path: Path, full
             assert await load(tier, KEYS) == [ReadOutcome.OK] * 96
 
 
-async def test_a_node_is_replaced_by_an_empty_one_under_load(tmp_path: Path) -> None:
-    with running_cluster(tmp_path) as cluster:
+@pytest.mark.parametrize("full_coverage", [False, True])
+async def test_a_node_is_replaced_by_an_empty_one_under_load(tmp_path: Path, full_coverage: bool) -> None:
+    with running_cluster(tmp_path, full_coverage=full_coverage) as cluster:
         async with opened(cluster.url) as tier:
             await stores_all(tier)
             async with load_on(tier):
