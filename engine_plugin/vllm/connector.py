@@ -182,6 +182,8 @@ class KVStoreConnector(OffloadingConnector):
             request.kv_transfer_params = None  # vLLM reads it without a look at its type, here and in its scheduler
         if request.lora_request is not None and not request.abort_immediately:
             self._manager.on_adapter(request.request_id, request.lora_request)
+        if not request.cache_salt and not request.abort_immediately:
+            self._manager.on_unsalted(request.request_id)
         super().on_new_request(request)
         if not request.abort_immediately:
             self._manager.arrived(request.request_id, params, request.num_prompt_tokens)

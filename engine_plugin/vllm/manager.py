@@ -81,6 +81,7 @@ class KVStoreManager(OffloadingManager):
         stores: The engine's role lets it store.
         announced: What KV events tell.
         drop: Blocks are claimed when they are found, and removed when they are loaded.
+        require_salt: Requests without a cache salt are left alone.
         policy: Says what is faster to load than to compute; None: everything is.
         direct: Says which blocks on the disk are read past the pool; None: none.
         offers: Says which of the blocks that are not there are to be stored.
@@ -101,6 +102,7 @@ class KVStoreManager(OffloadingManager):
         stores: bool = True,
         announced: Announced | None = None,
         drop: bool = False,
+        require_salt: bool = False,
         policy: LoadPolicy | None = None,
         direct: DirectLoads | None = None,
         offers: Offers | None = None,
@@ -144,6 +146,8 @@ class KVStoreManager(OffloadingManager):
         self._steps = Steps(policy.note_step if policy is not None else nothing, time.monotonic)
         self._copies_s: dict[str, float] = {}  # of loads whose completion is about to be told
         self._load_nothing: set[str] = set()
+        self._require_salt = require_salt
+        self._store_nothing: set[str] = set()
         self._may_rest = not pd.nested  # another connector may have work to do in steps
         self._rest = Rest(link.wait_answer, engine_queue)
         self._stores = Stores(
@@ -259,6 +263,9 @@ class KVStoreManager(OffloadingManager):
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
         if not self._stores_allowed or not keys:
             return _nothing_to_store()
+        if req_context.req_id in self._store_nothing:
+            self._counts["skipped", "no_salt"] += len(keys)
+            return _nothing_to_store()
         ordered = [key for key in keys if not self._is_part(key, req_context)]
         if not ordered:
             return _nothing_to_store()
@@ -371,6 +378,7 @@ class KVStoreManager(OffloadingManager):
         self._pd.finished(req_context.req_id)
         self._last_offered.pop(req_context.req_id, None)
         self._load_nothing.discard(req_context.req_id)
+        self._store_nothing.discard(req_context.req_id)
         self._adapters.finished(req_context.req_id)
         self._alive.pop(req_context.req_id, None)
         if not self._alive:
@@ -420,6 +428,13 @@ class KVStoreManager(OffloadingManager):
         self._stores.take_outcomes()
         self._rounds.turn()
         return [OffloadingEvent(keys, Medium.CPU, removed, Locality.LOCAL) for removed, keys in self._announced.take()]
+
+    @guarded(nothing)
+    def on_unsalted(self, req_id: str) -> None:
+        """A request is about to come that has no cache salt."""
+        if self._require_salt:
+            self._load_nothing.add(req_id)
+            self._store_nothing.add(req_id)
 
     @guarded(nothing)
     def on_adapter(self, req_id: str, adapter: Any) -> None:

@@ -69,7 +69,8 @@ def definitions() -> dict[str, OffloadingMetricMetadata]:
         ),
         SKIPPED: OffloadingCounterMetadata(
             "Blocks not stored, by reason. threshold: offered fewer times than store_threshold. no_slots: more at once "
-            "than the stock held. pinned, share, populating, too_large, draining: what the daemon answered to a "
+            "than the stock held. no_salt: a request without cache_salt (kvstore.require_salt). "
+            "pinned, share, populating, too_large, draining: what the daemon answered to a "
             "request for slots. unavailable: no daemon. copy_failed: a worker could not copy its part, "
             "or another connector's load failed meanwhile.",
             ("reason",),

@@ -58,6 +58,7 @@ class PluginSettings:
         autostart: Start a daemon of `share_bytes` if there is none.
         token: Access token, if the daemon asks for one.
         tenant: Keeps blocks of different owners apart.
+        require_salt: Requests without a `cache_salt` are neither stored nor looked up.
         drop_on_load: Blocks are claimed when they are found, and leave every tier when they are loaded.
         load_policy: "auto": load what is faster to load than to compute; "always": load what is there.
         verdict_deadline_s: Longest time a request waits for the answer to its lookup; then it is a miss.
@@ -81,6 +82,7 @@ class PluginSettings:
     autostart: bool = False
     token: str | None = None
     tenant: str = ""
+    require_salt: bool = False
     drop_on_load: bool = False
     load_policy: str = "auto"
     verdict_deadline_s: float = 0.5

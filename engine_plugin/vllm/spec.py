@@ -124,6 +124,7 @@ class KVStoreSpec(OffloadingSpec):
                 stores=self._facts.stores,
                 announced=Announced(on=self.kv_events_config.enable_kv_cache_events),
                 drop=self._settings.drop_on_load,
+                require_salt=self._settings.require_salt,
                 policy=policy,
                 direct=direct,
                 offers=Offers(self._settings.store_threshold, self._settings.max_tracker_size),

@@ -96,6 +96,8 @@ class KVStoreTier(SecondaryTierManager):
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         self.locality = Locality(locality) if locality is not None else Locality.LOCAL
         parsed = parse_settings(settings)
+        if parsed.require_salt:
+            raise ConfigError("KVStoreTier is told of no salts: 'kvstore.require_salt' works with KVStoreConnector")
         where = parse_endpoint(parsed.endpoint) if parsed.endpoint is not None else default_endpoint()
         if not where.is_unix:
             raise ConfigError(

@@ -268,6 +268,20 @@ def test_what_makes_other_kv_keeps_requests_apart(rigs: Rigs, daemon: FakeDaemon
     assert decode.counts["hit_blocks"] == 3 * BLOCKS
 
 
+def test_what_has_no_salt_is_left_alone_where_one_is_required(rigs: Rigs, daemon: FakeDaemon) -> None:
+    prefill = rigs(role="kv_producer", extra={"kvstore.require_salt": True})
+    decode = rigs(role="kv_consumer", extra={"kvstore.require_salt": True})
+    other = rigs()
+    answer = prefill.answer("p", tokens(1))
+    assert not daemon.blocks and prefill.counts["store_skipped_blocks/no_salt"] == BLOCKS
+    assert other.answer("o", tokens(1)) == answer and len(daemon.blocks) == BLOCKS
+    assert decode.answer("d", tokens(1)) == answer and not decode.counts.get("hit_blocks")
+    salted = prefill.answer("p salted", tokens(1), salt="a")
+    assert len(daemon.blocks) == 2 * BLOCKS
+    assert decode.answer("d salted", tokens(1), salt="a") == salted and decode.counts["hit_blocks"] == BLOCKS
+    assert not prefill.manager._store_nothing and not decode.manager._load_nothing
+
+
 def test_an_adapter_that_was_trained_further_in_its_folder_is_another_one(
     rigs: Rigs, daemon: FakeDaemon, tmp_path: Path
 ) -> None:
