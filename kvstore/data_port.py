@@ -192,11 +192,15 @@ class DataPort:
                 refused = self._closing or len(self._connections) >= self._connections_max
                 if not refused:
                     self._connections[thread] = None
-            if refused:
-                self._count("over_limit")
-                connected.close()
-            else:
-                thread.start()
+            if not refused:
+                try:
+                    thread.start()
+                    continue
+                except RuntimeError:  # there are no more threads to be had: others will end
+                    with self._lock:
+                        del self._connections[thread]
+            self._count("over_limit")
+            connected.close()
 
     def _serve(self, connected: socket.socket, address: Any) -> None:
         algorithm = congestion.choose(connected, self._congestion_choice)
@@ -449,8 +453,9 @@ class _Connection:
                     self._stream.receive_into(room)
                 received += length // request.length if request.length else 0
         finally:
+            # Told and not asked, however busy the loop is: what it does not hear of would be written to for ever.
             arrivals = port._hierarchy.arrivals
-            port._on_loop(lambda: arrivals.finish(request.offsets, request.first, request.end, received=received))
+            port._tell_loop(lambda: arrivals.finish(request.offsets, request.first, request.end, received=received))
         port._count("write")
         port._count("received_bytes", request.length * len(request.offsets))
         self._stream.send(pack_reply(Status.OK))

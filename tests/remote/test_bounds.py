@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import socket
+import threading
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from kvstore.data_port import DataPort
 from kvstore.data_wire import HELLO, MAGIC, Operation, Request, Status, Stream
 from kvstore.endpoint import parse_endpoint
 from kvstore.errors import DaemonUnavailable, DeadlineExceeded, RetryLater
-from kvstore.hierarchy import Hierarchy
+from kvstore.hierarchy import Hierarchy, Outcome
 from kvstore.testing import FakeClock, make_block
 from kvstore.testing.books import check_idle
 from tests.support import PATIENCE_S
@@ -144,6 +145,51 @@ async def test_a_writer_that_stalls_is_cut_off_and_its_slot_is_free() -> None:
         await until(lambda: slots.offsets[0] not in served.hierarchy.arrivals)
         await until(lambda: served.event("timeouts") == 1)
         stream.close()
+
+
+async def test_a_write_that_ends_while_the_loop_is_busy_is_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data_port, "_LOOP_S", 0.02)
+    async with serving() as served:
+        slots = served.reserve(1)
+        connected = await asyncio.to_thread(
+            socket.create_connection, (served.port.address.host, served.port.address.port)
+        )
+        stream = Stream(connected, PATIENCE_S)
+        _, nonce = HELLO.unpack(await asyncio.to_thread(stream.receive, HELLO.size))
+        request = Request(
+            Operation.WRITE, served.who.session, served.who.generation, 0, SIZE, slots.offsets, slots.epochs
+        )
+        await asyncio.to_thread(stream.send, request.pack(served.who.secret, nonce, 0))
+        assert (await asyncio.to_thread(stream.receive_reply))[0] is Status.GO
+        # From here on nothing else runs on this loop.
+        stream.send(make_block(b"a", SIZE))
+        assert stream.receive_reply()[0] is Status.OK
+        await asyncio.sleep(0)  # what was told before comes first
+        assert slots.offsets[0] not in served.hierarchy.arrivals
+        assert served.hierarchy.commit(
+            served.session, served.keyspace, slots.offsets, [b"a"], epochs=slots.epochs, arrived=True
+        ) == [Outcome.STORED]
+        stream.close()
+
+
+async def test_a_machine_without_threads_costs_a_connection_and_not_the_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    start, failed = threading.Thread.start, threading.Event()
+
+    def no_thread(thread: threading.Thread) -> None:
+        if thread.name == "kvstore-data" and not failed.is_set():
+            failed.set()
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", no_thread)
+    async with serving() as served:
+        link = served.link()
+        slots, blocks = served.reserve(1), [memoryview(make_block(b"a", SIZE))]
+        with pytest.raises(DaemonUnavailable):
+            await asyncio.to_thread(link.write, served.who, slots, blocks)
+        assert failed.is_set() and served.event("over_limit") == 1
+        await asyncio.to_thread(link.write, served.who, slots, blocks)
+        link.close()
 
 
 async def test_a_daemon_that_stalls_costs_the_caller_its_limit() -> None:
