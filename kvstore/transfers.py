@@ -218,14 +218,16 @@ class Transfers:
             self._spawn(self._copy_down(batch))
 
     async def _copy_down(self, batch: list[_Copy]) -> None:
-        lost: set[Block] = set()
+        # A tier that raises has a defect, and nobody knows what still reads these slots.
+        lost = {copy.block for copy in batch}
         try:
+            lost_here: set[Block] = set()
             for tier in self._below:
                 # Removed by a caller while it waited: nobody wants a copy.
                 blocks = [
                     copy.block
                     for copy in batch
-                    if tier in copy.tiers and copy.block.state is BlockState.READY and copy.block not in lost
+                    if tier in copy.tiers and copy.block.state is BlockState.READY and copy.block not in lost_here
                 ]
                 if not blocks:
                     continue
@@ -241,7 +243,7 @@ class Transfers:
                     self.counts[f"{tier.name}_write_{outcome.value}"] += 1
                     moved.bytes += block.keyspace.block_bytes * (outcome is WriteOutcome.STORED)
                     if outcome is WriteOutcome.BUFFER_LOST:
-                        lost.add(block)
+                        lost_here.add(block)
                     elif outcome in (WriteOutcome.STORED, WriteOutcome.EXISTS):
                         # The world has changed while the bytes moved: a block that was removed since then must not come
                         # back from below.
@@ -256,6 +258,7 @@ class Transfers:
                         living = block.keyspace.blocks.get(block.key)
                         if living is not None and living is not block:
                             living.below = False
+            lost = lost_here
         finally:
             self._writing -= 1
             for copy in batch:
@@ -369,7 +372,7 @@ class Transfers:
         return len(keys)
 
     async def _bring_up(self, tier: Tier, batch: list[Promotion]) -> None:
-        outcomes = [ReadOutcome.FAILED] * len(batch)
+        outcomes = [ReadOutcome.BUFFER_LOST] * len(batch)  # a tier that raises has a defect, and may still write
         moved, began = self.moved[tier.name]["read"], self._clock.monotonic()
         try:
             outcomes = await tier.read(

@@ -272,6 +272,38 @@ def test_a_buffer_that_a_hung_write_may_still_read_keeps_its_bytes(bench: Bench)
     assert bench.arena.memory.buffer[offset : offset + BLOCK] == make_block(b"a", BLOCK)
 
 
+def test_a_tier_with_a_defect_keeps_the_slots_that_it_may_still_use(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It raised, and some of its threads went on: a read's slot is not handed out again, nor a write's filled anew."""
+    bench.store(b"a")
+    bench.leave_pool(b"a")
+    buffers: list[memoryview] = []
+
+    async def defect(blocks: Sequence[tuple[bytes, memoryview]], deadline_s: float) -> Any:
+        buffers.extend(buffer for _, buffer in blocks)
+        del blocks  # else the error's traceback keeps them
+        raise ValueError("a defect")
+
+    monkeypatch.setattr(bench.tier, "read", defect)
+    assert bench.ask(b"a") == (None, 1)
+    bench.settle()
+    assert bench.ask(b"a") == (None, 0), "not tried again for a while"
+    with monkeypatch.context() as context:
+        context.setattr(bench.tier, "write", defect)
+        bench.store(b"b")
+    for index in range(30):
+        bench.store(b"%d" % index)
+    late, held = buffers
+    assert held == make_block(b"b", BLOCK)
+    late[:] = bytes(BLOCK)
+    for key, block in bench.keyspace.blocks.items():
+        assert bench.arena.memory.buffer[block.offset : block.offset + BLOCK] == make_block(key, BLOCK)
+    buffers.clear()
+    late.release()
+    held.release()
+
+
 # -- removal against copies under way ----------------------------------------------------------------------------------
 
 
