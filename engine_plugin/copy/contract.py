@@ -129,6 +129,20 @@ class CopyEngine(abc.ABC):
             RuntimeError: nothing was begun, and `then` will not be called.
         """
 
+    def expect_load(self, starts: np.ndarray, size_bytes: int) -> None:  # noqa: B027
+        """A load from the pool follows at once, that begins with these stretches of it, each of so many bytes: what can
+        be moved before it is known where in KV memory it belongs may be moved. An engine need not do anything.
+
+        The bytes may be read from now on. Who finds that they may not be used after all, or that another load comes
+        first, calls `expect_nothing` before the next load.
+
+        Args:
+            starts: Addresses, uint64, all of them in the pool.
+        """
+
+    def expect_nothing(self) -> None:  # noqa: B027
+        """What was read for an expected load is of no use."""
+
     @abc.abstractmethod
     def poll(self) -> None:
         """Ends the jobs whose bytes have arrived. Never waits. To be called often; nothing else may end a job (see

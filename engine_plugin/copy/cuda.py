@@ -35,7 +35,7 @@ from engine_plugin.copy import kernels, paths, runs
 from engine_plugin.copy.contract import CopyEngine, CopyStats, Fragments, Pool, Then
 from engine_plugin.copy.cudart import CudaRuntime
 from engine_plugin.copy.kernels import ONE_RUN, STAGED, TO_GPU, TO_HOST, Tuning
-from engine_plugin.copy.lanes import STAGES, Job, Lane, Part, mark
+from engine_plugin.copy.lanes import STAGES, Expected, Job, Lane, Part, mark
 from engine_plugin.copy.registration import CHUNK_BYTES, Registration
 
 #: Of one buffer: long enough that starting and ending a copy costs little (600 us at 55 GB/s) and the host is not kept
@@ -113,6 +113,7 @@ class CudaCopyEngine(CopyEngine):
             return
         if current is not None:
             self._registration = None
+            self._forget_expected()
             self._retired.append(current)
             self._end_retired()
         if pool is not None:
@@ -144,6 +145,46 @@ class CudaCopyEngine(CopyEngine):
     def load(self, fragments: Fragments, then: Then, *, beside_compute: bool = False) -> Job:
         return self._begin(self._load, fragments, then, is_load=True, beside_compute=beside_compute)
 
+    def expect_load(self, starts: np.ndarray, size_bytes: int) -> None:
+        """See the contract. Fills the buffers, if they end where the load's own do."""
+        lane, registration = self._load, self._registration
+        self.expect_nothing()
+        if registration is None or lane.stage is None or self._path not in ("auto", "staged") or not len(starts):
+            return
+        each = lane.stage_bytes // size_bytes
+        if each * size_bytes != lane.stage_bytes or size_bytes < paths.STAGED_RUN_BYTES_MIN or len(starts) <= each:
+            return  # what one buffer holds is begun at once anyway
+        starts = starts[: each * STAGES]
+        pool = registration.pool
+        if int(starts.max()) + size_bytes > pool.address + registration.registered_bytes:
+            return
+        blocks = Fragments(starts, starts, np.full(len(starts), size_bytes, np.uint64))
+        windows: list[tuple[np.ndarray, np.ndarray]] = []
+        with self._current():
+            started = mark(lane.copies)
+            lane.expected = Expected(started, windows)
+            for begin in range(0, len(starts), each):
+                buffer = (lane.turn + len(windows)) % STAGES
+                first, run_bytes = runs.runs_of(runs.take(blocks, slice(begin, begin + each)), np.zeros(1, np.int64))
+                at = np.cumsum(run_bytes) - run_bytes + np.uint64(lane.stage_address + buffer * lane.stage_bytes)
+                whole = runs.cut_at_borders(
+                    Fragments(at, starts[begin : begin + each][first], run_bytes), pool.address, self._chunk_bytes
+                )
+                lane.copies.wait_event(lane.emptied[buffer])
+                self._copy_runs(lane.copies, whole.kv, whole.pool, whole.size, still=True)
+                lane.filled[buffer].record(lane.copies)
+                windows.append((whole.pool, whole.size))
+            lane.expected_read = mark(lane.copies)
+
+    def expect_nothing(self) -> None:
+        self._load.take_expected()
+
+    def _forget_expected(self) -> None:
+        """As expect_nothing, and the pool is not read for it any more."""
+        self._load.take_expected()
+        if self._load.expected_read is not None:
+            self._load.expected_read.synchronize()
+
     def load_by_layer(self, fragments: Fragments, layer_ends: Collection[int], then: Then) -> Job:
         """Loads the fragments in their order, with an event after each layer for `wait_layer`, so that attention on
         the first layer may begin while the second is still coming.
@@ -170,20 +211,25 @@ class CudaCopyEngine(CopyEngine):
         if registration is None:
             raise RuntimeError("no pool was given")
         with self._current():
+            known = registration.registered_bytes
+            if known and not self._mapped:
+                address = registration.pool.address
+                self._mapped = self._runtime.device_pointer(address) == address
+            # Before anything that the host can do while the bus is busy, of which this stream's state takes it longest.
+            whole = is_load and not layer_ends and not beside_compute and self._is_one_run(lane, fragments, known)
+            run = self._begin_run(lane, registration, fragments) if whole else None
             writing = torch.cuda.current_stream()
             # An event on an idle stream may come late all the same: streams share hardware queues, and this one's may
             # be full of a store under way.
             ready = None if writing.query() else mark(writing)
             beside_compute = beside_compute or ready is not None
             job = Job(then, fragments.size_bytes, registration, ready)
-            known = registration.registered_bytes
-            if known and not self._mapped:
-                address = registration.pool.address
-                self._mapped = self._runtime.device_pointer(address) == address
             registration.jobs += 1
             lane.jobs.append(job)
             try:
-                if layer_ends:
+                if run is not None:
+                    self._end_run(lane, job, fragments, *run)
+                elif layer_ends:
                     self._queue_layers(lane, job, fragments, list(layer_ends), known)
                 else:
                     self._queue(lane, job, fragments, known, is_load, beside_compute)
@@ -221,22 +267,10 @@ class CudaCopyEngine(CopyEngine):
         if not len(fast):
             return
         size_bytes = job.size_bytes if slow is None else fast.size_bytes
-        path = self._path
-        if path in ("auto", "pageable"):
-            path = paths.choose(
-                size_bytes,
-                len(fast),
-                size_bytes // (len(breaks) + 1),
-                staging=lane.stage is not None,
-                mapped=self._mapped,
-                beside_compute=beside_compute,
-                is_load=is_load,
-            )
+        mean_run = size_bytes // (len(breaks) + 1)
+        path = self._path_of(lane, size_bytes, len(fast), mean_run, beside_compute=beside_compute, is_load=is_load)
         if path == "staged" and lane.stage is not None and int(fast.size.max()) <= lane.stage_bytes:
-            if is_load and not len(breaks) and size_bytes <= lane.stage_bytes:
-                self._queue_run(lane, job, fast, size_bytes)
-            else:
-                self._queue_staged(lane, job, fast, is_load)
+            self._queue_staged(lane, job, fast, is_load)
         elif path == "kernel" and self._mapped:
             self._queue_kernel(lane, job, fast, is_load)
         else:
@@ -244,23 +278,64 @@ class CudaCopyEngine(CopyEngine):
             self._queue_batch(lane, job, fast, lane.copies, is_load, threaded=len(fast) > _BATCH_PART)
         self._bytes[path] += size_bytes
 
-    def _queue_run(self, lane: Lane, job: Job, fragments: Fragments, size_bytes: int) -> None:
-        """Queues a load from one run that one buffer holds, such as a block. It takes what the host does before the
-        copy is on its way, and the bus; so nothing that can wait comes before the copy, and no array is touched for it.
-        """
+    def _is_one_run(self, lane: Lane, fragments: Fragments, known: int) -> bool:
+        """Whether a load is of one run, such as a block, that one buffer holds, and goes that way."""
+        if not len(fragments) or lane.stage is None or self._path not in ("auto", "staged"):
+            return False
+        pool, size = fragments.pool, fragments.size
+        start, size_bytes = int(pool[0]), int(pool[-1]) + int(size[-1]) - int(pool[0])
+        registration = self._registration
+        assert registration is not None
+        return (
+            0 < size_bytes <= lane.stage_bytes
+            and registration.pool.address <= start <= registration.pool.address + known - size_bytes
+            and bool((pool[:-1] + size[:-1] == pool[1:]).all())
+            and self._path_of(lane, size_bytes, len(fragments), size_bytes, beside_compute=False, is_load=True)
+            == "staged"
+        )
+
+    def _path_of(
+        self, lane: Lane, size_bytes: int, count: int, mean_run: int, *, beside_compute: bool, is_load: bool
+    ) -> str:
+        """The way of a job, or of the part of it that is registered."""
+        if self._path not in ("auto", "pageable"):
+            return self._path
+        return paths.choose(
+            size_bytes,
+            count,
+            mean_run,
+            staging=lane.stage is not None,
+            mapped=self._mapped,
+            beside_compute=beside_compute,
+            is_load=is_load,
+        )
+
+    def _begin_run(
+        self, lane: Lane, registration: Registration, fragments: Fragments
+    ) -> tuple[int, torch.cuda.Event, int]:
+        """Has one run copied into a buffer. Returns the buffer's number, an event before the copy, and the bytes."""
+        lane.take_expected()
         buffer = lane.turn
         lane.turn = (buffer + 1) % STAGES
         start, stage = int(fragments.pool[0]), lane.stage_address + buffer * lane.stage_bytes
+        size_bytes = int(fragments.pool[-1]) + int(fragments.size[-1]) - start
         lane.copies.wait_event(lane.emptied[buffer])
         started = mark(lane.copies)
         done = 0
         while done < size_bytes:  # a copy must not span two registrations
-            room = self._chunk_bytes - (start + done - job.registration.pool.address) % self._chunk_bytes
+            room = self._chunk_bytes - (start + done - registration.pool.address) % self._chunk_bytes
             step = min(room, size_bytes - done)
             self._runtime.copy(stage + done, start + done, step, lane.copies.cuda_stream)
             done += step
         lane.filled[buffer].record(lane.copies)
-        in_stage = fragments.pool - np.uint64(start) + np.uint64(stage)
+        return buffer, started, size_bytes
+
+    def _end_run(
+        self, lane: Lane, job: Job, fragments: Fragments, buffer: int, started: torch.cuda.Event, size_bytes: int
+    ) -> None:
+        """Spreads what is in a buffer."""
+        stage = lane.stage_address + buffer * lane.stage_bytes
+        in_stage = fragments.pool - fragments.pool[0] + np.uint64(stage)
         pieces = runs.split(Fragments(fragments.kv, in_stage, fragments.size), _PIECE_BYTES)
         launch = self._launcher(lane, job, pieces, True, ONE_RUN)
         job.follow_caller(lane.kernels)
@@ -268,6 +343,7 @@ class CudaCopyEngine(CopyEngine):
         launch(0, len(pieces))
         lane.emptied[buffer].record(lane.kernels)
         job.parts.append((started, mark(lane.kernels)))
+        self._bytes["staged"] += size_bytes
 
     def _queue_staged(self, lane: Lane, job: Job, fragments: Fragments, is_load: bool) -> None:
         assert lane.stage is not None
@@ -309,9 +385,13 @@ class CudaCopyEngine(CopyEngine):
             launch(piece_bound[window], piece_bound[window + 1])
 
         if is_load:
-            started = mark(copies)
+            expected = lane.take_expected()
+            started = expected.started if expected is not None else mark(copies)
             ahead = min(count, STAGES)
             for window in range(ahead):  # what needs no table comes before the table
+                part = slice(run_bound[window], run_bound[window + 1])
+                if expected is not None and expected.holds(window, whole.pool[part], whole.size[part]):
+                    continue
                 copies.wait_event(lane.emptied[buffer_of[window]])
                 send(window)
                 lane.filled[buffer_of[window]].record(copies)
@@ -495,6 +575,7 @@ class CudaCopyEngine(CopyEngine):
 
     def close(self) -> None:
         self.wait([*self._load.jobs, *self._store.jobs])
+        self._forget_expected()
         registrations = [*self._retired, *([self._registration] if self._registration is not None else [])]
         self._registration = None
         self._retired = []

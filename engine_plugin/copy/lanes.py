@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import dataclasses
 import logging
 from collections import defaultdict, deque
 from typing import Final
@@ -110,6 +111,23 @@ def mark(stream: torch.cuda.Stream) -> torch.cuda.Event:
     return event
 
 
+@dataclasses.dataclass(slots=True)
+class Expected:
+    """Buffers that were filled for a load before it came: the next ones in turn.
+
+    Attributes:
+        started: Before the first of their copies.
+        windows: By buffer, what it holds: addresses in the pool and sizes.
+    """
+
+    started: torch.cuda.Event
+    windows: list[tuple[np.ndarray, np.ndarray]]
+
+    def holds(self, window: int, pool: np.ndarray, size: np.ndarray) -> bool:
+        """Whether the buffer of this window of a load has just that."""
+        return window < len(self.windows) and all(map(np.array_equal, self.windows[window], (pool, size)))
+
+
 class Lane:
     """Streams, buffers and jobs of one direction."""
 
@@ -127,6 +145,9 @@ class Lane:
         self.filled = [torch.cuda.Event() for _ in range(STAGES)]
         self.emptied = [torch.cuda.Event() for _ in range(STAGES)]
         self.turn = 0
+        self.expected: Expected | None = None
+        #: Behind the copies for what was expected last: no job is under way because of them.
+        self.expected_read: torch.cuda.Event | None = None
         self._device = device
         self._tables: defaultdict[int, list[Table]] = defaultdict(list)  # not in use, by columns
         self._runtime = runtime
@@ -138,6 +159,11 @@ class Lane:
                 log.warning(
                     "kvstore: no GPU memory for %d MB of buffers; copies are slower", STAGES * stage_bytes >> 20
                 )
+
+    def take_expected(self) -> Expected | None:
+        """What the next buffers hold already. For whoever is about to use them, whatever for: it is said once."""
+        expected, self.expected = self.expected, None
+        return expected
 
     def take_table(self, columns: int) -> Table:
         """A table with room for so many columns. One that was used before costs nothing; memory for a new one may make

@@ -11,6 +11,8 @@ import threading
 from collections.abc import Callable, Collection
 from typing import Any, Final
 
+import numpy as np
+
 from engine_plugin.copy.contract import Copy, CopyEngine, CopyStats, Fragments, Pool, Then
 
 #: Pause between two looks: a small part of a step, and long against what a look costs (some microseconds a job).
@@ -54,6 +56,14 @@ class WatchedCopies(CopyEngine):
     def load(self, fragments: Fragments, then: Then, *, beside_compute: bool = False) -> Copy:
         with self._lock:
             return self._engine.load(fragments, then, beside_compute=beside_compute)
+
+    def expect_load(self, starts: np.ndarray, size_bytes: int) -> None:
+        with self._lock:
+            self._engine.expect_load(starts, size_bytes)
+
+    def expect_nothing(self) -> None:
+        with self._lock:
+            self._engine.expect_nothing()
 
     def poll(self) -> None:
         with self._lock:

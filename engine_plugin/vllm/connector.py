@@ -229,9 +229,22 @@ class KVStoreConnector(OffloadingConnector):
         if not num_external_tokens:
             self._manager.on_no_load(request.request_id)  # inside MultiConnector, another one may load instead
         super().update_state_after_alloc(request, blocks, num_external_tokens)
+        worker = self._near_worker()
+        if worker is not None:
+            self._announce_load(worker)
+
+    def _near_worker(self) -> KVStoreConnector | None:
+        return nearby.only_worker(self._engine_id) if self._alone else None
+
+    @guarded(nothing)
+    def _announce_load(self, worker: KVStoreConnector) -> None:
+        """Tells a worker that is near of a load a step's preparations before it is given to it."""
+        planned = self._manager.take_only_load()
+        if planned is not None:
+            worker._worker.expect_load(planned)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        worker = nearby.only_worker(self._engine_id) if self._alone else None
+        worker = self._near_worker()
         if worker is not None:
             self._add_ended_loads(connector_output, worker)
         if connector_output.invalid_block_ids:

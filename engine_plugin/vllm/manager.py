@@ -165,6 +165,7 @@ class KVStoreManager(OffloadingManager):
         self._last_offered: dict[str, dict[int, tuple[int, OffloadKey]]] = {}
         self._alive: dict[str, ReqContext] = {}
         self._gave_way_at = 0.0
+        self._planned: SlotSpec | None = None
         self._counts: Counter[tuple[str, str]] = Counter()
         self.hook_errors: Counter[str] = Counter()
 
@@ -234,7 +235,7 @@ class KVStoreManager(OffloadingManager):
             limited_log("load", logging.ERROR, "kvstore: a load was asked for blocks that are not pinned; it will fail")
             return no_slots(req_context.req_id)
         self._note_offered(list(keys), req_context, len(keys))
-        return SlotSpec(
+        self._planned = SlotSpec(
             plan.generation,
             plan.offsets,
             plan.epochs,
@@ -242,6 +243,12 @@ class KVStoreManager(OffloadingManager):
             format=self._format,
             extents=plan.extents,
         )
+        return self._planned
+
+    def take_only_load(self) -> SlotSpec | None:
+        """The load that was planned last, where the engine has nothing else to do."""
+        planned, self._planned = self._planned, None
+        return planned if len(self._alive) == 1 else None
 
     @guarded(nothing)
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:

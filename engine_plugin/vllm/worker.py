@@ -130,6 +130,7 @@ class KVStoreWorker(OffloadingWorker):
         self.holds_good_loads = False
         self.only_good_loads = False
         self._loads: set[int] = set()  # jobs that are not reported
+        self._expected: SlotSpec | None = None
 
     # -- vLLM's interface ----------------------------------------------------------------------------------------------
 
@@ -153,6 +154,8 @@ class KVStoreWorker(OffloadingWorker):
         failed is told through `take_failed_loads` and `take_report`.
         """
         self._poll()
+        if not self.only_good_loads:
+            self._expect(None)  # its load would have come with this step
         results = []
         left: deque[_Outcome] = deque()
         while self._finished:
@@ -224,6 +227,34 @@ class KVStoreWorker(OffloadingWorker):
         """Requests whose load failed, among the jobs that `get_finished` has told since the last call."""
         failed, self._failed_loads = self._failed_loads, set()
         return failed
+
+    def expect_load(self, spec: SlotSpec) -> None:
+        """This very object comes with a load of the step that is being made, if nothing comes between: begins to read,
+        where the load will read whole slots.
+        """
+        arena, layout = self._client.arena, self._layout
+        if (
+            arena is None
+            or isinstance(arena, RemoteArena)
+            or arena.generation != spec.generation
+            or spec.format != layout.format
+            or spec.extents
+            or len(layout.groups) > 1
+            or int(layout.groups[0].size.sum()) != layout.format.kv_block_bytes
+            or not len(spec.offsets)
+            or int(spec.offsets.max()) + layout.format.slot_bytes > arena.size_bytes
+        ):
+            return
+        self._expect(spec)
+        self._engine.use_pool(arena)
+        starts = spec.offsets.astype(np.uint64, copy=False) + np.uint64(arena.address + layout.part)
+        self._engine.expect_load(starts, layout.format.part_bytes)
+
+    def _expect(self, spec: SlotSpec | None) -> None:
+        """What was read for another load is not used: another lease may have been needed for it."""
+        if self._expected is not spec:
+            self._engine.expect_nothing()
+        self._expected = spec
 
     @property
     def loading(self) -> bool:
@@ -350,6 +381,8 @@ class KVStoreWorker(OffloadingWorker):
         if len(spec.offsets) and int(spec.offsets.max()) + self._layout.format.slot_bytes > arena.size_bytes:
             raise ValueError("a slot lies outside of the pool")
         self._engine.use_pool(arena)
+        if is_load:
+            self._expect(spec if spec is self._expected else None)
         begin = self._engine.load if is_load else self._engine.store
         together = _Together(over)
         copies = self._under_way[job_id] = []

@@ -202,6 +202,52 @@ def test_a_rank_reads_its_part_of_what_is_on_the_disk(rig: Rig, tmp_path: Path) 
     assert rig.load([10, 2, 11, 7], [4, 0], extents=(None, extent)).loads_failed == {"r": "damaged"}
 
 
+def test_what_is_read_before_a_load_is_for_that_very_load(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    engine = rig.worker._engine
+    monkeypatch.setattr(engine, "expect_load", lambda starts, size: asked.append((starts.tolist(), size)))
+    monkeypatch.setattr(engine, "expect_nothing", lambda: asked.append(None))
+    assert rig.session.arena is not None
+    first = rig.session.arena.address + RANK_BYTES
+    spec = rig.slots([4, 2], req_id="r")
+    rig.worker.expect_load(spec)
+    assert asked == [None, ([first + 4 * SLOT_BYTES, first + 2 * SLOT_BYTES], RANK_BYTES)]
+    rig.worker.submit_load(2, spec, rig.blocks([10, 2, 11, 7], 0))
+    assert len(asked) == 2
+    rig.finish(2)
+    assert asked.pop() is None  # the step is over
+    rig.worker.expect_load(spec)
+    asked.clear()
+    rig.load([10, 2, 11, 7], [4, 2])  # equal, but of another lease, perhaps
+    assert asked == [None]
+    rig.worker.expect_load(spec)
+    asked.clear()
+    rig.worker.get_finished()
+    assert asked == [None]
+    for change in ({"generation": b"before"}, {"offsets": np.array([SLOTS * SLOT_BYTES], np.uint64)}):
+        rig.worker.expect_load(rig.slots([4, 2], **change))
+    assert asked == [None]
+
+
+def test_loads_that_have_ended_are_left_to_who_asks_between_steps(rig: Rig) -> None:
+    worker = rig.worker
+    worker.holds_good_loads = True
+    worker.submit_load(2, rig.slots([4], req_id="r"), rig.blocks([10, 2], 0))
+    worker.submit_load(3, rig.slots([4], req_id="bad", epochs=np.array([99], np.uint32)), rig.blocks([3, 5], 0))
+    worker.wait({2, 3})
+    assert [result.job_id for result in worker.get_finished()] == [3]
+    assert worker.loading and worker.good_load_ended()
+    worker.only_good_loads = True
+    assert [result.job_id for result in worker.get_finished()] == [2]
+    assert list(worker.take_loads_done().loads_done) == ["r"]
+    worker.only_good_loads = False
+    assert not worker.loading and worker.take_report().loads_failed == {"bad": "epoch"}
+    worker.submit_load(4, rig.slots([4], req_id="r"), rig.blocks([10, 2], 0))
+    worker.wait({4})
+    told = [[result.job_id for result in worker.get_finished()] for _ in range(3)]
+    assert told == [[], [], [4]]  # nobody has asked
+
+
 def test_a_load_of_nothing_is_done_at_once(rig: Rig) -> None:
     assert not rig.load([], []).loads_failed
 
