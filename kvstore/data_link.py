@@ -179,13 +179,12 @@ class DataLink:
         ]
         return np.concatenate(self._side_by_side(calls, until))
 
-    def select(self, who: Pass, query: Query, rooms: Sequence[memoryview], until: float = float("inf")) -> Valid:
+    def select(self, who: Pass, query: Query, rooms: Sequence[memoryview]) -> Valid:
         """Receives the leading run of some keys that is in the daemon's pool now. Nothing is pinned afterwards.
 
         Args:
             query: Must fit.
             rooms: One writable buffer for each key, of the length that the query names.
-            until: As read().
 
         Returns:
             As read(), for the blocks of the run.
@@ -193,7 +192,8 @@ class DataLink:
         Raises:
             As read(), and InvalidRequest: the daemon does not know these blocks, or by another length.
         """
-        return self._on_line(functools.partial(self._select, who=who, query=query, rooms=rooms, until=until), until)
+        call = functools.partial(self._select, who=who, query=query, rooms=rooms)
+        return self._on_line(call, until=float("inf"))
 
     def write(self, who: Pass, slots: Slots, blocks: Sequence[memoryview], until: float = float("inf")) -> None:
         """Sends blocks into slots that are reserved. When it returns they are all there, and can be committed.
@@ -268,7 +268,7 @@ class DataLink:
             line.stream.receive_blocks(rooms[start:stop])
         return self._check(line, who, slots, length)
 
-    def _select(self, line: _Line, who: Pass, query: Query, rooms: Sequence[memoryview], until: float) -> Valid:
+    def _select(self, line: _Line, who: Pass, query: Query, rooms: Sequence[memoryview]) -> Valid:
         # The first part comes with the answer; for the others there are other connections once it is known where they
         # are. Their pins end with the check on this connection, so that is the last one.
         (_, own), *parts = self._in_parts(len(rooms), query.length)
@@ -283,7 +283,7 @@ class DataLink:
             for start, stop in parts
             if start < count
         ]
-        others = [self._threads.submit(self._on_line, call, until) for call in calls]
+        others = [self._threads.submit(self._on_line, call, float("inf")) for call in calls]
         try:
             line.stream.receive_blocks(rooms[: min(own, count)])
         finally:

@@ -139,11 +139,11 @@ class RemoteArena:
         self.discard(places[right:], marks[right:])
         return places[:right], marks[:right]
 
-    def select(self, query: Query, wait_s: float) -> tuple[Offsets, Epochs] | None:
+    def select(self, query: Query, timeout_s: float) -> tuple[Offsets, Epochs] | None:
         """Brings the leading run of some keys here that is in the daemon's pool now: one request, without a lease.
 
         Args:
-            wait_s: Longest time that the bytes may take.
+            timeout_s: Longest time that what was asked before may take. The bytes take as long as they move.
 
         Returns:
             Places, as fetch(). None: it takes a lease, since there is no room here now for so many blocks, or since the
@@ -161,9 +161,8 @@ class RemoteArena:
             if len(places) < count:
                 return None
             rooms = self.staging.views(places.tolist(), query.length)
-            until = time.monotonic() + wait_s
-            self._settle(until)
-            right = _leading(self._link.select(self._who, query, rooms, until))
+            self._settle(time.monotonic() + timeout_s)
+            right = _leading(self._link.select(self._who, query, rooms))
             if query.whole and right < count:
                 right = 0
                 return None
