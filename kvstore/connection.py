@@ -317,6 +317,10 @@ class Connection:
                 error = DaemonUnavailable(f"the daemon at {self.endpoint} has gone")
             except KVStoreError as raised:
                 error = _bare(raised)
+            except RuntimeError as raised:  # there are no more threads to be had: others will end
+                error = DaemonUnavailable(f"cannot attach to {self.endpoint}: {raised}")
+                if self._stream is not None:
+                    self._stream.cancel()
             except grpc.RpcError as failure:
                 error = error_of(failure, str(self.endpoint))
             with self._changed:

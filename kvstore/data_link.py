@@ -33,6 +33,7 @@ from kvstore.data_wire import (
 )
 from kvstore.endpoint import Endpoint, EndpointKind, parse_endpoint
 from kvstore.errors import DaemonUnavailable, DeadlineExceeded, InvalidRequest, StaleGeneration
+from kvstore.threads import started_pool
 
 #: Requests ahead of the bytes that are being received on one connection, so that the daemon never waits for one.
 _AHEAD: Final = 2
@@ -132,6 +133,9 @@ class DataLink:
         connections: Most that one call uses.
         congestion_choice: What they send with, see congestion.
 
+    Raises:
+        DaemonUnavailable: there are no threads to be had for it.
+
     Attributes:
         algorithm: What the last new connection sends with; empty before there was one.
     """
@@ -155,7 +159,10 @@ class DataLink:
         self._idle: list[_Line] = []
         self._busy: set[_Line] = set()
         self._closed = False
-        self._threads = concurrent.futures.ThreadPoolExecutor(self._parallel, thread_name_prefix="kvstore-data")
+        try:
+            self._threads = started_pool(self._parallel, "kvstore-data")
+        except RuntimeError as error:
+            raise DaemonUnavailable(f"the data port {endpoint} cannot be used: {error}") from None
 
     def read(self, who: Pass, slots: Slots, rooms: Sequence[memoryview], until: float = float("inf")) -> Valid:
         """Receives blocks.

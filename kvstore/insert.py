@@ -18,6 +18,7 @@ import numpy.typing as npt
 from kvstore.blocks import KEY_BYTES_MAX, Namespace
 from kvstore.errors import DeadlineExceeded, InvalidRequest, KVStoreError, NoMapping, SizeMismatch
 from kvstore.remote import RemoteArena
+from kvstore.threads import started_pool
 
 if TYPE_CHECKING:
     from kvstore.client import Client
@@ -188,18 +189,21 @@ class Inserter:
 
     def _run(self) -> None:
         # Calls of the next and of the last round overlap with the copying of this one, in which a third may help.
-        with ThreadPoolExecutor(3, thread_name_prefix="kvstore-insert-call") as calls:
-            while (job := self._queue.get()) is not None:
-                if isinstance(job, _Job):
-                    try:
-                        result = self._insert(job, calls)
-                    except Exception as error:  # a defect here must not leave every later ticket waiting for ever
-                        result = InsertResult(0, 0, {type(error).__name__: len(job.keys)})
-                    job.ticket.settle(result)
-                else:
-                    with contextlib.suppress(KVStoreError):
-                        job()
-                del job  # the caller's blocks are not kept until the next one
+        calls: ThreadPoolExecutor | None = None
+        while (job := self._queue.get()) is not None:
+            if isinstance(job, _Job):
+                try:
+                    calls = calls or started_pool(3, "kvstore-insert-call")
+                    result = self._insert(job, calls)
+                except Exception as error:  # a defect here must not leave every later ticket waiting for ever
+                    result = InsertResult(0, 0, {type(error).__name__: len(job.keys)})
+                job.ticket.settle(result)
+            else:
+                with contextlib.suppress(KVStoreError):
+                    job()
+            del job  # the caller's blocks are not kept until the next one
+        if calls is not None:
+            calls.shutdown()
 
     def _insert(self, job: _Job, calls: ThreadPoolExecutor) -> InsertResult:
         counts: Counter[str] = Counter()

@@ -21,6 +21,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from engine_plugin.copy.contract import CopyEngine, CopyStats, Fragments, Pool, Then
+from kvstore.threads import started_pool
 
 #: Below this many bytes a batch is not worth splitting over threads.
 SPLIT_BYTES_MIN: Final = 8 << 20
@@ -75,13 +76,9 @@ class CpuCopyEngine(CopyEngine):
     def __init__(self, threads: int) -> None:
         self._threads = max(1, threads)
         # One thread orders the jobs of a direction; the helpers only take parts of the one it is working on.
-        self._stores = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="kvstore-store")
-        self._loads = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="kvstore-load")
-        self._helpers = (
-            concurrent.futures.ThreadPoolExecutor(self._threads - 1, thread_name_prefix="kvstore-copy-part")
-            if self._threads > 1
-            else None
-        )
+        self._stores = started_pool(1, "kvstore-store")
+        self._loads = started_pool(1, "kvstore-load")
+        self._helpers = started_pool(self._threads - 1, "kvstore-copy-part") if self._threads > 1 else None
         self._lock = threading.Lock()  # guards the two below
         self._bytes = 0
         self._failed = 0
@@ -149,6 +146,9 @@ class CpuCopyEngine(CopyEngine):
         bounds = [0, *ends.tolist(), len(size)]
         parts = [slice(a, b) for a, b in itertools.pairwise(bounds)]
         others = [self._helpers.submit(copy_fragments, dst[p], src[p], size[p]) for p in parts[1:]]
-        copy_fragments(dst[parts[0]], src[parts[0]], size[parts[0]])
+        try:
+            copy_fragments(dst[parts[0]], src[parts[0]], size[parts[0]])
+        finally:
+            concurrent.futures.wait(others)  # whatever happens here, none of them writes when the job is over
         for other in others:
             other.result()

@@ -14,6 +14,7 @@ import torch
 from engine_plugin.copy.contract import Then
 from engine_plugin.copy.cudart import CudaRuntime
 from engine_plugin.copy.registration import Registration
+from kvstore.threads import started_pool
 
 log = logging.getLogger("vllm.kvstore")
 
@@ -137,7 +138,7 @@ class Lane:
             torch.cuda.ExternalStream(handle, device=device) for handle in self._handles
         )
         #: Queues what takes the host long.
-        self.thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="kvstore-queue")
+        self.thread = started_pool(1, "kvstore-queue")
         self.jobs: deque[Job] = deque()
         self.stage_bytes = stage_bytes
         self.stage: torch.Tensor | None = None

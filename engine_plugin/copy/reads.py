@@ -22,6 +22,7 @@ from engine_plugin.copy import runs
 from engine_plugin.copy.contract import Fragments, Then
 from kvstore.direct import DiskExtent
 from kvstore.errors import Damage
+from kvstore.threads import started_pool
 
 #: Of the whole buffer, where blocks are not larger than half of it: enough reads at once to keep fast drives busy.
 STAGE_BYTES: Final = 128 << 20
@@ -100,7 +101,7 @@ class DirectReads:
         self._files = files
         self._stage = stage
         self._block_bytes = block_bytes
-        self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="kvstore-gds")
+        self._thread = started_pool(1, "kvstore-gds")
         #: Bytes read and checked so far; written by the thread.
         self.read_bytes = 0
 

@@ -21,6 +21,7 @@ import numpy as np
 from engine_plugin.copy.contract import CopyEngine, Fragments, Then
 from kvstore.errors import ConfigError, StaleGeneration
 from kvstore.remote import RemoteArena
+from kvstore.threads import started_pool
 
 #: Bytes of a piece: long against a round trip, and still several of them in the staging memory.
 _PIECE_BYTES: Final = 32 << 20
@@ -131,8 +132,7 @@ class FarCopies:
     def __init__(self, engine: CopyEngine) -> None:
         self._engine = engine
         self._threads = {
-            is_load: concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix=name)
-            for is_load, name in ((True, "kvstore-receive"), (False, "kvstore-send"))
+            is_load: started_pool(1, name) for is_load, name in ((True, "kvstore-receive"), (False, "kvstore-send"))
         }
         self._waiting: dict[bool, deque[_Piece]] = {True: deque(), False: deque()}
         self._active: list[_Piece] = []

@@ -59,6 +59,7 @@ from engine_plugin.vllm.naming import facts_of, namespace_of  # noqa: E402
 from engine_plugin.vllm.settings import parse_settings  # noqa: E402
 from kvstore.endpoint import default_endpoint, parse_endpoint  # noqa: E402
 from kvstore.errors import ConfigError, KVStoreError  # noqa: E402
+from kvstore.threads import started_pool  # noqa: E402
 
 #: Pause before blocks that are on their way up from the daemon's tiers are asked for again.
 COMING_PAUSE_S = 0.005
@@ -121,8 +122,8 @@ class KVStoreTier(SecondaryTierManager):
             wait=False,
         )
         self._lookups = _Lookups(self._client, tier_type)
-        self._loads = ThreadPoolExecutor(1, thread_name_prefix="kvstore-tier-load")
-        self._stores = ThreadPoolExecutor(1, thread_name_prefix="kvstore-tier-store")
+        self._loads = started_pool(1, "kvstore-tier-load")
+        self._stores = started_pool(1, "kvstore-tier-store")
         self._under_way: set[Future[None]] = set()
         self._finished: deque[tuple[TransferJob, JobResult]] = deque()
         self._lock = threading.Lock()  # guards _counts, which the jobs' threads add to

@@ -13,7 +13,6 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, Final, Literal, Self
 
@@ -29,6 +28,7 @@ from kvstore.errors import ClientClosed, Damage, InvalidRequest, KVStoreError, R
 from kvstore.found import Found
 from kvstore.insert import InsertResult, Ticket
 from kvstore.tensors import Library
+from kvstore.threads import started_pool
 
 #: sha256 cannot be fooled. xxh3 is some ten times faster, and somebody who chooses prompts to that end can make two of
 #: them meet: it is for engines whose prompts nobody else chooses.
@@ -101,6 +101,9 @@ class KVTransfer:
         self._promotion_s = promotion_s
         tensors = [tensor for layer in self._layout.layers for tensor in layer]
         shapes = json.dumps([[[each.dtype, each.shape] for each in layer] for layer in self._layout.layers])
+        self._loads = started_pool(1, "kvstore-engine-load")
+        self._helpers = started_pool(1, "kvstore-engine-help")
+        self._stores = started_pool(1, "kvstore-engine-store")
         self._client = connect(
             endpoint,
             Namespace(
@@ -117,9 +120,6 @@ class KVTransfer:
             ),
             **{"client_name": f"engine:{model}", **options, "wait": False},
         )
-        self._loads = ThreadPoolExecutor(1, thread_name_prefix="kvstore-engine-load")
-        self._helpers = ThreadPoolExecutor(1, thread_name_prefix="kvstore-engine-help")
-        self._stores = ThreadPoolExecutor(1, thread_name_prefix="kvstore-engine-store")
         try:
             self._await_daemon(attach_s)
         except BaseException:

@@ -7,7 +7,6 @@ more, and looked after by probes until it answers again (redis_health.Breaker).
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import contextlib
 import dataclasses
 import itertools
@@ -32,6 +31,7 @@ from kvstore.errors import (
     UnknownSession,
 )
 from kvstore.log import RateLimited, get_logger
+from kvstore.threads import started_pool
 from kvstore.tier import KEY_PREFIX_BYTES, ReadOutcome, TierState
 from kvstore.tiers.redis_health import Breaker
 from kvstore.wire.channel import open_async_channel
@@ -106,7 +106,7 @@ class PeerLink:
         self._channel = open_async_channel(self.endpoint, self._tls)
         self._engine: Any = engine_pb2_grpc.EngineStub(self._channel)
         self._admin: Any = admin_pb2_grpc.AdminStub(self._channel)
-        self._threads = concurrent.futures.ThreadPoolExecutor(_THREADS, thread_name_prefix="kvstore-peer")
+        self._threads = started_pool(_THREADS, "kvstore-peer")
         self._spawn(self._keep_attached())
         self._spawn(self._tend())
 

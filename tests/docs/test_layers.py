@@ -22,6 +22,7 @@ LAYERS: dict[str, set[str]] = {
     "kvstore.errors": set(),
     "kvstore.congestion": {"kvstore.errors"},
     "kvstore.clock": set(),
+    "kvstore.threads": set(),
     "kvstore.machine": set(),
     "kvstore.policy": {"kvstore.blocks"},
     "kvstore.blocks": {"kvstore.errors"},
@@ -98,6 +99,7 @@ LAYERS: dict[str, set[str]] = {
         "kvstore.endpoint",
         "kvstore.errors",
         "kvstore.log",
+        "kvstore.threads",
         "kvstore.tier",
         "kvstore.tiers",
         "kvstore.wire",
@@ -132,7 +134,13 @@ LAYERS: dict[str, set[str]] = {
     "kvstore.wire": {"kvstore.blocks", "kvstore.endpoint", "kvstore.errors", "kvstore.wire"},
     "kvstore.calls": {"kvstore.errors", "kvstore.wire"},
     "kvstore.data_wire": {"kvstore.blocks", "kvstore.errors"},
-    "kvstore.data_link": {"kvstore.congestion", "kvstore.data_wire", "kvstore.endpoint", "kvstore.errors"},
+    "kvstore.data_link": {
+        "kvstore.congestion",
+        "kvstore.data_wire",
+        "kvstore.endpoint",
+        "kvstore.errors",
+        "kvstore.threads",
+    },
     "kvstore.staging": {"kvstore.arena", "kvstore.backing", "kvstore.errors"},
     "kvstore.remote": {
         "kvstore.arena",
@@ -157,7 +165,14 @@ LAYERS: dict[str, set[str]] = {
     "kvstore.found": {"kvstore.arena", "kvstore.remote"},
     "kvstore.following": {"kvstore.arena", "kvstore.connection", "kvstore.wire"},
     # The two name each other's types; at run time only the client imports.
-    "kvstore.insert": {"kvstore.blocks", "kvstore.client", "kvstore.engine_calls", "kvstore.errors", "kvstore.remote"},
+    "kvstore.insert": {
+        "kvstore.blocks",
+        "kvstore.client",
+        "kvstore.engine_calls",
+        "kvstore.errors",
+        "kvstore.remote",
+        "kvstore.threads",
+    },
     "kvstore.engine_calls": {
         "kvstore.arena",
         "kvstore.blocks",
@@ -204,6 +219,7 @@ LAYERS: dict[str, set[str]] = {
         "kvstore.found",
         "kvstore.insert",
         "kvstore.tensors",
+        "kvstore.threads",
     },
     "kvstore.data_port": {
         "kvstore.arena",
@@ -270,6 +286,7 @@ LAYERS: dict[str, set[str]] = {
         "kvstore.endpoint",
         "kvstore.errors",
         "kvstore.remote",
+        "kvstore.threads",
         "kvstore.wire.tls",
     },
 }

@@ -199,3 +199,26 @@ def test_the_cpu_engine_keeps_the_contract() -> None:
     assert engine.stats().bytes_by_path == {"cpu": 24}
     engine.close()
     assert len(ends) == 2
+
+
+def test_the_cpu_engine_copies_where_no_more_threads_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a job is told to have failed, and is done later all the same, when its memory is somebody else's."""
+    from engine_plugin.copy.cpu import SPLIT_BYTES_MIN, CpuCopyEngine
+
+    engine = CpuCopyEngine(3)
+
+    def none(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", none)
+    count, size = 64, SPLIT_BYTES_MIN // 32
+    source = np.random.default_rng(0).integers(0, 256, (count, size), np.uint8)
+    target = np.zeros_like(source)
+    rows = np.arange(count, dtype=np.uint64) * np.uint64(size)
+    fragments = Fragments(
+        np.uint64(source.ctypes.data) + rows, np.uint64(target.ctypes.data) + rows, np.full(count, size, np.uint64)
+    )
+    errors: list[BaseException | None] = []
+    engine.wait([engine.store(fragments, lambda _seconds, error: errors.append(error))])
+    assert errors == [None] and np.array_equal(source, target)
+    engine.close()

@@ -219,6 +219,26 @@ def test_a_client_is_back_by_itself_after_a_restart(daemon: Daemon, end: str) ->
         assert client.lookup([b"a"]) == 1
 
 
+def test_a_client_is_back_though_it_had_no_threads_for_a_while(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container's pids limit. Those that ask for a thread in vain ask again."""
+    with daemon.connect(NAMESPACE) as client:
+        start, refused = threading.Thread.start, threading.Event()
+
+        def no_timers(thread: threading.Thread) -> None:
+            if isinstance(thread, threading.Timer):
+                refused.set()
+                raise RuntimeError("can't start new thread")
+            start(thread)
+
+        with monkeypatch.context() as context:
+            context.setattr(threading.Thread, "start", no_timers)
+            daemon.kill()
+            daemon.start()
+            assert refused.wait(PATIENCE_S)
+        eventually(lambda: client.attached)
+        put(client, b"a")
+
+
 def test_a_patient_client_waits_for_the_daemons_return(daemon: Daemon) -> None:
     with daemon.connect(NAMESPACE) as client:
         put(client, b"a")
