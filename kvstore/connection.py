@@ -229,7 +229,10 @@ class Connection:
             if self._forgetting:
                 return
             self._forgetting = True
-        threading.Thread(target=self._forget, name="kvstore-forget", daemon=True).start()
+            try:
+                threading.Thread(target=self._forget, name="kvstore-forget", daemon=True).start()
+            except RuntimeError:  # there is none to be had now: the next one tells of this one too
+                self._forgetting = False
 
     def _forget(self) -> None:
         """The thread that tells the daemon, for as long as a session lives: one for all requests, since a daemon that

@@ -49,8 +49,8 @@ class InsertResult:
         stored: How many are in the pool now because of it.
         exists: How many were there already.
         refused: How many were not stored, by reason: `pinned`, `share`, `populating`, `too_large`, `draining`,
-            `queue_full`, `closed`, or the name of an error such as `DaemonUnavailable`. What follows a refused block is
-            refused with it, since a block without those before it answers nothing.
+            `queue_full`, `closed`, `no_thread`, or the name of an error such as `DaemonUnavailable`. What follows a
+            refused block is refused with it, since a block without those before it answers nothing.
     """
 
     stored: int
@@ -120,8 +120,12 @@ class Inserter:
             ticket.settle(InsertResult(0, 0, {}))
         elif self._queue.qsize() >= _TICKETS_MAX:
             ticket.settle(InsertResult(0, 0, {"queue_full": len(keys)}))
-        elif not self._put(_Job(keys, arrays, namespace, kv_group, ticket)):
-            ticket.settle(InsertResult(0, 0, {"closed": len(keys)}))
+        else:
+            try:
+                if not self._put(_Job(keys, arrays, namespace, kv_group, ticket)):
+                    ticket.settle(InsertResult(0, 0, {"closed": len(keys)}))
+            except RuntimeError:  # there is no thread to be had for it now
+                ticket.settle(InsertResult(0, 0, {"no_thread": len(keys)}))
         return ticket
 
     def call_soon(self, call: Callable[[], None]) -> None:
@@ -146,18 +150,19 @@ class Inserter:
             thread.join(timeout_s)
 
     def _put(self, job: _Job) -> bool:
+        self._start()  # first: without a thread the job would wait for ever, or be done when nobody knows of it
         with self._lock:
             if self._closed:
                 return False
             self._queue.put(job)
-        self._start()
         return True
 
     def _start(self) -> None:
         with self._lock:
             if self._thread is None and not self._closed:
-                self._thread = threading.Thread(target=self._run, name="kvstore-insert", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name="kvstore-insert", daemon=True)
+                thread.start()
+                self._thread = thread
 
     @staticmethod
     def _checked(keys: Sequence[bytes], blocks: Sequence[Any], block_bytes: int) -> list[Bytes]:

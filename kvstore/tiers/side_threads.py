@@ -22,15 +22,16 @@ class SideThreads:
     """Used by one thread, in a with-block. Its end waits for calls that have begun: what they use may be closed then.
 
     Args:
-        count: How many.
+        count: How many; fewer do where no more can be had.
         name: What they are called.
     """
 
     def __init__(self, count: int, name: str) -> None:
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._threads = [
+        self._wanted = [
             threading.Thread(target=self._run, name=f"{name}-{index}", daemon=True) for index in range(count)
         ]
+        self._threads: list[threading.Thread] = []
 
     def map(self, call: Callable[[T], R], items: Iterable[T], ahead: int) -> Iterator[R]:
         """Results in the order of the items.
@@ -73,8 +74,14 @@ class SideThreads:
             del run  # with its item and its result
 
     def __enter__(self) -> Self:
-        for thread in self._threads:
-            thread.start()
+        for thread in self._wanted:
+            try:
+                thread.start()
+            except RuntimeError:
+                if not self._threads:
+                    raise
+                break
+            self._threads.append(thread)
         return self
 
     def __exit__(

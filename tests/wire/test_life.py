@@ -239,6 +239,37 @@ def test_a_client_is_back_though_it_had_no_threads_for_a_while(daemon: Daemon, m
         put(client, b"a")
 
 
+def test_an_insert_that_gets_no_thread_is_refused_and_the_next_one_is_not(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with daemon.connect(NAMESPACE) as client:
+        with monkeypatch.context() as context:
+            context.setattr(threading.Thread, "start", _no_thread)
+            ticket = client.insert([b"a"], [make_block(b"a", SIZE)])
+            assert ticket.wait(PATIENCE_S).refused == {"no_thread": 1}
+        put(client, b"b")
+        assert client.lookup([b"a"]) == 0, "nobody knows of it any more"
+
+
+def test_what_a_call_took_is_given_back_though_there_was_no_thread_for_that(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with daemon.connect(NAMESPACE) as client:
+        for reserved in (1, 2):
+            client.reserve(1)
+            attached = client._connection.attached
+            assert attached is not None
+            with monkeypatch.context() as context:
+                if reserved == 1:
+                    context.setattr(threading.Thread, "start", _no_thread)
+                client._connection.forget(client._connection.next_request_id() - 1, attached)
+        eventually(lambda: daemon.stats()["reserved_slots"] == 0, "the second one tells of both")
+
+
+def _no_thread(_thread: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
+
+
 def test_a_patient_client_waits_for_the_daemons_return(daemon: Daemon) -> None:
     with daemon.connect(NAMESPACE) as client:
         put(client, b"a")
