@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -238,12 +239,25 @@ class DataLink:
 
     def _side_by_side(self, calls: Sequence[Callable[[_Line], R]], until: float) -> list[R]:
         """Each on a connection of its own. All of them have ended when this returns or raises."""
-        others = [self._threads.submit(self._on_line, call, until) for call in calls[1:]]
-        try:
+        with self._beside(calls[1:], until) as others:
             first = self._on_line(calls[0], until)
-        finally:
-            concurrent.futures.wait(others)
         return [first, *(other.result() for other in others)]
+
+    @contextlib.contextmanager
+    def _beside(
+        self, calls: Sequence[Callable[[_Line], R]], until: float
+    ) -> Iterator[list[concurrent.futures.Future[R]]]:
+        """Each on a connection of its own, beside what is done in the block. All of them have ended after it."""
+        begun: list[concurrent.futures.Future[R]] = []
+        try:
+            try:
+                for call in calls:
+                    begun.append(self._threads.submit(self._on_line, call, until))
+            except RuntimeError:  # the session has ended meanwhile
+                raise DaemonUnavailable("the client was closed") from None
+            yield begun
+        finally:
+            concurrent.futures.wait(begun)
 
     def _on_line(self, call: Callable[[_Line], R], until: float) -> R:
         line, is_new = self._take(until)
@@ -290,11 +304,8 @@ class DataLink:
             for start, stop in parts
             if start < count
         ]
-        others = [self._threads.submit(self._on_line, call, float("inf")) for call in calls]
-        try:
+        with self._beside(calls, float("inf")) as others:
             line.stream.receive_blocks(rooms[: min(own, count)])
-        finally:
-            concurrent.futures.wait(others)
         valid = [other.result() for other in others]
         return np.concatenate([self._check(line, who, slots.part(0, own), query.length), *valid])
 

@@ -172,6 +172,31 @@ async def test_a_write_that_ends_while_the_loop_is_busy_is_not_forgotten(monkeyp
         stream.close()
 
 
+async def test_a_link_that_is_closed_under_a_call_leaves_nobody_behind_in_its_buffers() -> None:
+    """The session may end between the beginnings of two parts."""
+    async with serving() as served:
+        link = served.link(connections=3)
+        count = 3 * (4 << 20) // SIZE + 3
+        slots = served.reserve(count)
+        begun: list[Any] = []
+        submit = link._threads.submit
+
+        def closing(*arguments: Any) -> Any:
+            if begun:
+                link._threads.shutdown(wait=False)
+            begun.append(submit(*arguments))
+            return begun[-1]
+
+        link._threads.submit = closing  # type: ignore[method-assign]
+        blocks = [memoryview(make_block(b"a", SIZE))] * count
+        with pytest.raises(DaemonUnavailable):
+            await asyncio.to_thread(link.write, served.who, slots, blocks)
+        assert len(begun) == 1 and begun[0].done()
+        link.close()
+        with pytest.raises(DaemonUnavailable):
+            await asyncio.to_thread(link.write, served.who, slots, blocks)
+
+
 async def test_a_machine_without_threads_costs_a_connection_and_not_the_port(monkeypatch: pytest.MonkeyPatch) -> None:
     start, failed = threading.Thread.start, threading.Event()
 
