@@ -26,6 +26,6 @@ def test_the_bench_runs() -> None:
         if what.endswith("64k"):
             expected = {"of_redis_benchmark"}
         elif what.startswith("set"):
-            expected |= {"most_over_plain", "benchmark_over_plain"}
+            expected |= {"most_over_plain"}
         assert figures.keys() == expected
         assert all(low <= median <= high and low > 0 for median, low, high in figures.values())
