@@ -9,8 +9,8 @@ Large blocks (4 and 8 MiB)
     bare        a blocking socket with the congestion control that the tier's has: the same number of bytes as GET and
                 SET with recv_into and sendmsg, the next GET sent before the value of the last one has come, nothing
                 checked. Once with whole blocks, once cut as the tier cuts them; the faster one counts.
-    the most    the bytes of the tier's SETs by the processor time of the server's thread for them: what a client gets that
-                never lets the server wait and takes nothing away from it, however many connections it has
+    the most    the bytes of the tier's SETs by the processor time of the server's thread for them: what a client gets
+                that never lets the server wait and takes nothing away from it, however many connections it has
 Small blocks (64 KiB)
     redis-benchmark with as many commands in flight, as a process of its own.
 
