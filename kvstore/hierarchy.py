@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
-import enum
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -33,6 +31,7 @@ from kvstore.errors import InvalidRequest
 from kvstore.extents import Extents
 from kvstore.leases import Lease, LeaseTable, Reservation, Session
 from kvstore.namespaces import Namespaces
+from kvstore.outcomes import Counts, Outcome
 from kvstore.pool import Pool, Reserved, Shortfall
 from kvstore.tier import Held, Tier
 from kvstore.transfers import Transfers, WritePolicy
@@ -42,25 +41,6 @@ from kvstore.watches import Watches
 _NO_ROOM_S: Final = 0.02
 #: Blocks that an operator's call removes before it lets others run.
 _STEP_BLOCKS: Final = 2048
-
-
-class Outcome(enum.IntEnum):
-    """What became of one committed slot."""
-
-    STORED = 1
-    EXISTS = 2
-    NOT_RESERVED = 3
-
-
-@dataclasses.dataclass(slots=True)
-class Counts:
-    """What happened since the start, for stats and metrics. Only ever grows."""
-
-    hits: Counter[str] = dataclasses.field(default_factory=Counter)  # blocks handed to a reader, by tier
-    misses: Counter[str] = dataclasses.field(default_factory=Counter)  # keys asked for and not handed out, by reason
-    stores: Counter[str] = dataclasses.field(default_factory=Counter)  # slots committed, by outcome
-    refused: Counter[str] = dataclasses.field(default_factory=Counter)  # slots asked for and not given, by reason
-    bytes: Counter[str] = dataclasses.field(default_factory=Counter)  # block bytes stored and handed out
 
 
 class Hierarchy:

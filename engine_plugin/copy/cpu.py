@@ -145,8 +145,10 @@ class CpuCopyEngine(CopyEngine):
         ends = np.searchsorted(np.cumsum(size), np.linspace(0, total, self._threads + 1)[1:-1])
         bounds = [0, *ends.tolist(), len(size)]
         parts = [slice(a, b) for a, b in itertools.pairwise(bounds)]
-        others = [self._helpers.submit(copy_fragments, dst[p], src[p], size[p]) for p in parts[1:]]
+        others: list[concurrent.futures.Future[None]] = []
         try:
+            for part in parts[1:]:
+                others.append(self._helpers.submit(copy_fragments, dst[part], src[part], size[part]))
             copy_fragments(dst[parts[0]], src[parts[0]], size[parts[0]])
         finally:
             concurrent.futures.wait(others)  # whatever happens here, none of them writes when the job is over

@@ -22,8 +22,9 @@ from kvstore.arena import GRANULE_BYTES, Arena
 from kvstore.blocks import Namespace
 from kvstore.directory import Keyspace
 from kvstore.errors import InvalidRequest, UnknownSession
-from kvstore.hierarchy import Hierarchy, Outcome
+from kvstore.hierarchy import Hierarchy
 from kvstore.leases import Lease
+from kvstore.outcomes import Outcome
 from kvstore.pool import Reserved, Shortfall
 from kvstore.testing.books import check_idle, check_invariants
 from kvstore.testing.machine_parts import (

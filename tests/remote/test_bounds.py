@@ -22,7 +22,8 @@ from kvstore.data_port import DataPort
 from kvstore.data_wire import HELLO, MAGIC, Operation, Request, Status, Stream
 from kvstore.endpoint import parse_endpoint
 from kvstore.errors import DaemonUnavailable, DeadlineExceeded, RetryLater
-from kvstore.hierarchy import Hierarchy, Outcome
+from kvstore.hierarchy import Hierarchy
+from kvstore.outcomes import Outcome
 from kvstore.testing import FakeClock, make_block
 from kvstore.testing.books import check_idle
 from tests.support import PATIENCE_S

@@ -11,8 +11,9 @@ import pytest
 from kvstore.arena import Arena
 from kvstore.blocks import Namespace
 from kvstore.directory import Keyspace
-from kvstore.hierarchy import Hierarchy, Outcome
+from kvstore.hierarchy import Hierarchy
 from kvstore.leases import Lease, Session
+from kvstore.outcomes import Outcome
 from kvstore.pool import Shortfall
 from kvstore.service import AdminService, Gate
 from kvstore.testing import FakeClock, SteppedLoop, check_invariants, make_block

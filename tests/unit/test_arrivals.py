@@ -8,8 +8,9 @@ from kvstore import arrivals
 from kvstore.arena import Arena
 from kvstore.blocks import Namespace
 from kvstore.errors import InvalidRequest, StaleGeneration
-from kvstore.hierarchy import Hierarchy, Outcome
+from kvstore.hierarchy import Hierarchy
 from kvstore.leases import Session
+from kvstore.outcomes import Outcome
 from kvstore.testing import FakeClock
 from kvstore.testing.books import check_idle, check_invariants
 

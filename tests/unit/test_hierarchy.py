@@ -14,8 +14,9 @@ from hypothesis import HealthCheck, given, settings
 from kvstore.arena import Arena
 from kvstore.blocks import Namespace
 from kvstore.errors import InvalidRequest, LimitExceeded, SizeMismatch, UnknownNamespace, UnknownSession
-from kvstore.hierarchy import Hierarchy, Outcome
+from kvstore.hierarchy import Hierarchy
 from kvstore.namespaces import NAMESPACES_MAX, Namespaces
+from kvstore.outcomes import Outcome
 from kvstore.pool import Shortfall
 from kvstore.testing import FakeClock, check_invariants
 from tests.unit.conftest import MIB, Pool
