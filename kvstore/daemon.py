@@ -157,6 +157,8 @@ class _Daemon:
                 await tier.open()
                 opened.push_async_callback(tier.close)
             self._hierarchy.namespaces.adopt()
+            measuring = loop.create_task(self._hierarchy.transfers.measure())
+            opened.push_async_callback(_ended, measuring)
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(number, stop)
             server = grpc.aio.server(
@@ -422,6 +424,14 @@ def _peer_tier(settings: Settings, clock: Clock) -> Tier:
         deadline_s=settings.peer_deadline_s,
         congestion_choice=settings.data_congestion,
     )
+
+
+async def _ended(task: asyncio.Task[None]) -> None:
+    """Stops a task that runs beside the service."""
+    task.cancel()
+    await asyncio.wait({task})
+    if not task.cancelled() and (failure := task.exception()) is not None:
+        log.error("tiers were not measured", exc_info=failure)
 
 
 def _progress_bar(total_bytes: int) -> Callable[[int], None]:

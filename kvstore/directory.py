@@ -193,13 +193,15 @@ class NamespaceEntry:
         fields: The same, parsed; for people.
         pool_only: Whether its blocks are in the pool only: nothing is copied down, and no tier is asked.
         adopted: Whether only a tier spoke of it so far, and nobody opened it.
+        token_s: How long a token of a prompt takes an engine to compute, as one has told last; 0: none has.
     """
 
-    __slots__ = ("adopted", "digest", "fields", "group_bytes", "identity", "keyspaces", "pool_only")
+    __slots__ = ("adopted", "digest", "fields", "group_bytes", "identity", "keyspaces", "pool_only", "token_s")
 
     def __init__(self, digest: bytes, identity: str, fields: dict[str, Any], group_bytes: tuple[int, ...]) -> None:
         self.pool_only = False
         self.adopted = False
+        self.token_s = 0.0
         self.digest = digest
         self.identity = identity
         self.fields = fields

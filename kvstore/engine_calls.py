@@ -69,6 +69,10 @@ class Lease:
         pending_from: Name of the slowest tier that they come from; empty: not known.
         extents: Where the blocks lie on the daemon's disk that follow those of `offsets`; see kvstore.direct.
         extents_id: 0 where there are none.
+        below_s: About how long until the pending ones have come up, or how long those of `extents` would take to; 0:
+            not known.
+        token_s: How long a token of a prompt takes an engine to compute, as one that shares these blocks has told last;
+            0: none has.
     """
 
     id: int
@@ -79,6 +83,8 @@ class Lease:
     pending_from: str = ""
     extents: tuple[DiskExtent, ...] = ()
     extents_id: int = 0
+    below_s: float = 0.0
+    token_s: float = 0.0
 
 
 class EngineCalls:
@@ -273,7 +279,11 @@ class EngineCalls:
         return int(self._connection.call("Abort", request, attached).returned)
 
     def acquire(
-        self, queries: Sequence[tuple[int, Sequence[bytes]]], *, extents_min: Sequence[int] = ()
+        self,
+        queries: Sequence[tuple[int, Sequence[bytes]]],
+        *,
+        extents_min: Sequence[int] = (),
+        token_s: float = 0.0,
     ) -> list[Lease]:
         """Hit and pin in one step, for several runs of keys in one call.
 
@@ -281,11 +291,12 @@ class EngineCalls:
             queries: Pairs of a KV-cache group and keys in prefix order.
             extents_min: For each of them: where all that could come up is on a disk of this host, and so many blocks or
                 more, they are leased where they lie and do not come up. 0: never. Empty: for none.
+            token_s: How long a token of a prompt takes this engine to compute, for others to know; 0: not known.
 
         Returns:
             One lease for each query, over the leading run that is there.
         """
-        leases, attached = self._acquire(queries, extents_min)
+        leases, attached = self._acquire(queries, extents_min, token_s)
         if not isinstance(attached.arena, RemoteArena):
             return leases
         here: list[Lease] = []
@@ -314,7 +325,7 @@ class EngineCalls:
         return [dataclasses.replace(lease, offsets=nothing, epochs=no_epochs) for lease in leases]
 
     def _acquire(
-        self, queries: Sequence[tuple[int, Sequence[bytes]]], extents_min: Sequence[int] = ()
+        self, queries: Sequence[tuple[int, Sequence[bytes]]], extents_min: Sequence[int] = (), token_s: float = 0.0
     ) -> tuple[list[Lease], Attached]:
         """As acquire, with offsets in the pool in any case."""
         reply, attached = self._connection.ask(
@@ -328,10 +339,11 @@ class EngineCalls:
                         for (group, keys), least in zip(queries, extents_min or [0] * len(queries), strict=True)
                     ],
                     request_id=self._connection.next_request_id(),
+                    token_s=token_s,
                 ),
             )
         )
-        return [_lease(reply.generation, grant, reply.paths) for grant in reply.grants], attached
+        return [_lease(reply.generation, grant, reply.paths, reply.token_s) for grant in reply.grants], attached
 
     def claim(self, keys: Sequence[bytes], *, kv_group: int = 0) -> Lease:
         """As acquire for one run, and exclusive, as drop_select: each block is in the claim of one caller at most. What
@@ -461,7 +473,7 @@ def digest_of(attached: Attached, expected: Namespace | None = None) -> bytes:
     return attached.digest
 
 
-def _lease(generation: bytes, grant: engine_pb2.Grant, paths: Sequence[str] = ()) -> Lease:
+def _lease(generation: bytes, grant: engine_pb2.Grant, paths: Sequence[str] = (), token_s: float = 0.0) -> Lease:
     return Lease(
         grant.lease,
         generation,
@@ -471,6 +483,8 @@ def _lease(generation: bytes, grant: engine_pb2.Grant, paths: Sequence[str] = ()
         grant.pending_from,
         tuple(_extent(extent, paths) for extent in grant.extents),
         grant.extents_lease,
+        grant.below_s,
+        token_s,
     )
 
 

@@ -158,6 +158,16 @@ class Hierarchy:
         sources = {coming.source for coming in map(keyspace.coming.get, keys) if coming is not None}
         return next((tier.name for tier in reversed(self.transfers.tiers) if tier.name in sources), "")
 
+    def extents_s(self, session: Session, number: int) -> float | None:
+        """About how long it would take to bring up what is leased on the disk; None: not known."""
+        lease = session.extents.get(number)
+        sizes: Counter[str] = Counter()
+        for tier, held in lease.places if lease is not None else ():
+            sizes[tier.name] += held.size_bytes
+        seconds = [self.transfers.gauge.seconds(name, size_bytes) for name, size_bytes in sizes.items()]
+        known = [each for each in seconds if each is not None]
+        return max(known) if known and len(known) == len(seconds) else None
+
     async def _promote(
         self, session: Session, keyspace: Keyspace, keys: Sequence[bytes], ready: int, *, from_peer: bool = False
     ) -> int:

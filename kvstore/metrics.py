@@ -115,6 +115,11 @@ def _moved(key: str) -> Callable[[Stats], Iterator[Sample]]:
     return samples
 
 
+def _speeds(stats: Stats) -> Iterator[Sample]:
+    for tier, speed in stats.get("speeds", {}).items():
+        yield (tier,), float(speed)
+
+
 def _data_bytes(stats: Stats) -> Iterator[Sample]:
     if port := stats.get("data_port"):
         yield ("sent",), float(port["sent_bytes"])
@@ -321,6 +326,13 @@ FAMILIES: Final[tuple[Family, ...]] = (
         "Time that they took, one after the other: divided by their number, the mean latency of a batch.",
         _MOVED,
         _moved("seconds"),
+    ),
+    Family(
+        "kvstore_tier_read_bytes_per_second",
+        "gauge",
+        "How fast blocks come up from a tier, as measured last; missing where it was not. Engines decide by it.",
+        ("tier",),
+        _speeds,
     ),
     Family("kvstore_bytes", "counter", "Bytes stored and read.", ("direction",), _counts("bytes")),
     Family(

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import functools
 import hmac
+import math
 import time
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
@@ -282,6 +283,9 @@ class EngineService(_Servicer, engine_pb2_grpc.EngineServicer):
         self._check_wanted(session, request.request_id)
         # Every group is looked up before the first pin is taken, so that a bad query leaves nothing held.
         keyspaces = [hierarchy.namespaces.keyspace(request.namespace, query.group) for query in request.queries]
+        entry = keyspaces[0].namespace if keyspaces else None
+        if entry is not None and 0 < request.token_s < math.inf:
+            entry.token_s = request.token_s
         paths: dict[str, int] = {}
         return engine_pb2.AcquireReply(
             generation=self._generation + session.group.id,
@@ -290,6 +294,7 @@ class EngineService(_Servicer, engine_pb2_grpc.EngineServicer):
                 for keyspace, query in zip(keyspaces, request.queries, strict=True)
             ],
             paths=list(paths),
+            token_s=entry.token_s if entry is not None else 0.0,
         )
 
     async def _acquire(
@@ -314,8 +319,11 @@ class EngineService(_Servicer, engine_pb2_grpc.EngineServicer):
         if number:
             grant.extents_lease = number
             grant.extents.extend(_extents(enumerate(places, grant.ready), paths))
+            grant.below_s = hierarchy.extents_s(session, number) or 0.0
         if pending:
-            grant.pending_from = hierarchy.coming_from(keyspace, keys[grant.ready : grant.ready + pending])
+            coming = keys[grant.ready : grant.ready + pending]
+            grant.pending_from = hierarchy.coming_from(keyspace, coming)
+            grant.below_s = hierarchy.transfers.coming_s(keyspace, coming) or 0.0
         return grant
 
     @_method

@@ -39,6 +39,11 @@ def hierarchy_stats(hierarchy: Hierarchy) -> Stats:
             name: {direction: dataclasses.asdict(figures) for direction, figures in directions.items()}
             for name, directions in hierarchy.transfers.moved.items()
         },
+        "speeds": {
+            tier.name: round(1 / s_per_byte)
+            for tier in hierarchy.transfers.tiers
+            if (s_per_byte := hierarchy.transfers.gauge.s_per_byte(tier.name))
+        },
         "namespaces": [
             {
                 "digest": entry.digest.hex(),

@@ -26,6 +26,7 @@ from typing import Final
 
 from kvstore.clock import Clock
 from kvstore.directory import Block, BlockState, Keyspace, Promotion, Share
+from kvstore.gauge import Gauge, read_bytes
 from kvstore.pool import Pool
 from kvstore.tier import ReadOutcome, Tier, TierState, WriteOutcome
 
@@ -43,6 +44,8 @@ WRITE_DEADLINE_S: Final = 30.0
 #: How long a key that a tier promised and could not give counts as absent.
 RETRY_S: Final = 5.0
 _FAILED_MAX: Final = 65_536
+#: How often a tier that reads its index is looked at.
+_LOADING_S: Final = 0.1
 
 
 class WritePolicy(enum.Enum):
@@ -87,6 +90,7 @@ class Transfers:
     Attributes:
         counts: What happened: promoted, copied, and what was not and why. Only ever grows.
         moved: Bytes and times, by tier and direction.
+        gauge: How fast blocks come up.
         held: Blocks that wait for copy-down or are being copied; each has one pin of ours. One whose slot a hanging
             medium may still read stays here for good.
         filling: Slots that are being filled from below, by offset. One that a hanging medium may still write stays here
@@ -108,6 +112,8 @@ class Transfers:
         self._below = tuple(tier for tier in tiers if not tier.asks_others)
         self.counts: Counter[str] = Counter()
         self.moved = {tier.name: {"read": Moved(), "write": Moved()} for tier in tiers}
+        self.gauge = Gauge(tiers, clock)
+        self._measures = False
         self.held: set[Block] = set()
         self.filling: dict[int, Promotion] = {}
         self._pool = pool
@@ -251,6 +257,13 @@ class Transfers:
                             removed.append(block.name)
                         else:
                             block.below = True
+                stored = [
+                    (block.name, block.keyspace.block_bytes)
+                    for block, outcome in zip(blocks, outcomes, strict=True)
+                    if outcome is WriteOutcome.STORED
+                ]
+                if self._measures and stored and self.gauge.s_per_byte(tier.name) is None:
+                    self._spawn(self.gauge.try_out(tier, stored))
                 if removed:
                     await tier.delete(removed)
                     # A block that was stored anew under such a name has lost its copy too, if it had found one.
@@ -374,14 +387,17 @@ class Transfers:
     async def _bring_up(self, tier: Tier, batch: list[Promotion]) -> None:
         outcomes = [ReadOutcome.BUFFER_LOST] * len(batch)  # a tier that raises has a defect, and may still write
         moved, began = self.moved[tier.name]["read"], self._clock.monotonic()
+        sizes = [promotion.keyspace.block_bytes for promotion in batch]
         try:
-            outcomes = await tier.read(
-                [
-                    (promotion.keyspace.prefix + promotion.key, self._view(promotion.keyspace, promotion.offset))
-                    for promotion in batch
-                ],
-                READ_DEADLINE_S,
-            )
+            with self.gauge.reading(tier, sum(sizes)) as read:
+                outcomes = await tier.read(
+                    [
+                        (promotion.keyspace.prefix + promotion.key, self._view(promotion.keyspace, promotion.offset))
+                        for promotion in batch
+                    ],
+                    READ_DEADLINE_S,
+                )
+                read += read_bytes(outcomes, sizes)
         finally:
             moved.batches += 1
             moved.seconds += self._clock.monotonic() - began
@@ -427,6 +443,33 @@ class Transfers:
             self._failed = {each: until for each, until in self._failed.items() if until > now}
         if len(self._failed) < _FAILED_MAX:
             self._failed[name] = now + RETRY_S
+
+    # -- how long that takes ---------------------------------------------------------------------------------------
+
+    async def measure(self) -> None:
+        """From now on a tier's speed is found out before a request needs to know it: with what is there, once its index
+        was read, or else with the first blocks that are copied down.
+        """
+        self._measures = True
+        for tier in self._below:
+            while tier.state is TierState.LOADING:
+                await asyncio.sleep(_LOADING_S)
+            await self.gauge.try_out(tier, tier.scan())
+
+    def coming_s(self, keyspace: Keyspace, keys: Sequence[bytes]) -> float | None:
+        """About how long until these keys have come up, which promote() has said to be on their way; None: not
+        known.
+        """
+        sources = {coming.source for coming in map(keyspace.coming.get, keys) if coming is not None}
+        # What had no room so far comes after that. From where is not known: the slowest one, in doubt.
+        later = sum(key not in keyspace.coming and key not in keyspace.blocks for key in keys)
+        last = ""
+        if later:
+            last = next((tier.name for tier in reversed(self.tiers) if tier.name in sources), self.gauge.slowest())
+            sources.add(last)
+        seconds = [self.gauge.seconds(name, later * keyspace.block_bytes if name == last else 0) for name in sources]
+        known = [each for each in seconds if each is not None]
+        return max(known) if known and len(known) == len(seconds) else None
 
     # -- removal ---------------------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ nothing of.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Final, Protocol
 
@@ -27,6 +28,11 @@ PAUSE_MAX_S: Final = 0.02
 _PAUSE_PART: Final = 8
 #: A prefix of which nothing has come up for this long is no longer waited for: the medium hangs.
 STALL_S: Final = 1.0
+#: Who waits begins to doubt when this part of what computing takes has gone by, and nothing that was expected by then
+#: has come; from then on it goes by how fast blocks come.
+DOUBT_PART: Final = 0.05
+DOUBT_MIN_S: Final = 0.005
+_LATE: Final = 1.2
 
 
 class Grant(Protocol):
@@ -38,6 +44,8 @@ class Grant(Protocol):
     pending: int
     pending_from: str
     extents: tuple[DiskExtent, ...]
+    below_s: float
+    token_s: float
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -111,6 +119,7 @@ class Pins:
         claimed: By a claim: no other engine has it, and the blocks may be removed when it is given back.
         places: Which of the query's keys they belong to, ascending; None: to the leading ones.
         extents: Where the blocks lie on the disk that follow those of `offsets`. Only where `places` is None.
+        below_s: About how long those would take to come up instead; 0: not known.
     """
 
     generation: bytes
@@ -120,6 +129,7 @@ class Pins:
     claimed: bool = False
     places: np.ndarray | None = None
     extents: tuple[DiskExtent, ...] = ()
+    below_s: float = 0.0
 
     def __len__(self) -> int:
         """Number of blocks."""
@@ -137,7 +147,7 @@ class Pins:
         if not len(lease.offsets) and not lease.extents:
             return None
         leases, places = getattr(lease, "leases", (lease,)), getattr(lease, "places", None)
-        return cls(lease.generation, lease.offsets, lease.epochs, leases, claimed, places, lease.extents)
+        return cls(lease.generation, lease.offsets, lease.epochs, leases, claimed, places, lease.extents, lease.below_s)
 
 
 @dataclasses.dataclass(slots=True)
@@ -180,9 +190,22 @@ class Coming:
         tier: Name of the tier that they come from, as far as is known.
         due: Monotonic time to ask again.
         problem: Why nothing is held any more; empty if what has come up is good.
+
+    Args:
+        longest_s: How long to wait at most.
+        compute_s: How long what is pending takes to compute; infinite: not known, or not to be compared.
+        first_s: When the first of them are expected.
     """
 
-    def __init__(self, query: Query, lease: Grant, now: float, longest_s: float) -> None:
+    def __init__(
+        self,
+        query: Query,
+        lease: Grant,
+        now: float,
+        longest_s: float,
+        compute_s: float = math.inf,
+        first_s: float = 0.0,
+    ) -> None:
         self.query = query
         self.pins = Pins.of(lease)
         self.pending = lease.pending
@@ -193,6 +216,10 @@ class Coming:
         self._ready_at_first = self.ready
         self._began = self._grew = now
         self._until = now + longest_s
+        self._compute_s = compute_s
+        self._doubt_s = max(DOUBT_MIN_S, DOUBT_PART * compute_s)
+        self._first_s = max(self._doubt_s, _LATE * first_s)
+        self._stake_at_first = query.at_stake(lease.pending)
 
     @property
     def ready(self) -> int:
@@ -257,4 +284,12 @@ class Coming:
             return True
         if self.query.expected.still(self.pins.leading if self.pins is not None else 0, now):
             return False
-        return not self.pending or now >= min(self._until, self._grew + STALL_S)
+        return not self.pending or now >= min(self._until, self._grew + STALL_S) or self._too_slow(now)
+
+    def _too_slow(self, now: float) -> bool:
+        """Whether what is pending, coming as fast as it came so far, is faster to compute."""
+        waited_s, gained = self.waited_s(now), self.gained()
+        if self._compute_s == math.inf or waited_s < (self._doubt_s if gained else self._first_s):
+            return False
+        rest = self.query.at_stake(self.pending) / self._stake_at_first if self._stake_at_first else 1.0
+        return waited_s * self.pending > gained * self._compute_s * rest

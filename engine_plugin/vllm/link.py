@@ -22,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import math
 import threading
 import time
 from collections import Counter
@@ -322,11 +323,12 @@ class DaemonLink:
         for query, (lease, problem) in zip(pinned, answers, strict=True):
             pins = Pins.of(lease) if lease is not None else None
             expected = lease is not None and query.expected.still(pins.leading if pins is not None else 0, self._now())
-            patience_s = self._patience_s(query, lease) if lease is not None and lease.pending else 0.0
+            worth_s = self._worth_s(query, lease) if lease is not None and lease.pending else 0.0
+            patience_s = min(self._coming_s, worth_s)
             if lease is not None and (expected or patience_s > 0):
                 query.deadline = self._now() + query.silence_s
                 query.coming = True
-                self._coming.append(Coming(query, lease, self._now(), patience_s))
+                self._coming.append(self._begin_waiting(query, lease, patience_s, worth_s))
             elif lease is not None:
                 why = "slow" if query.wait else "not_allowed"
                 replies.append(Reply.of(query, pins, problem, lease.pending, why))
@@ -342,15 +344,17 @@ class DaemonLink:
         self._answer_with_slots(replies)
         return unneeded
 
-    def _patience_s(self, query: Query, lease: Grant) -> float:
-        """How long to wait at most for blocks that are on their way; 0: not at all."""
+    def _begin_waiting(self, query: Query, lease: Grant, patience_s: float, worth_s: float) -> Coming:
+        first_s = self._policy.first_s(lease.pending, lease.below_s) if self._policy is not None else 0.0
+        return Coming(query, lease, self._now(), patience_s, worth_s or math.inf, first_s)
+
+    def _worth_s(self, query: Query, lease: Grant) -> float:
+        """How long blocks that are on their way are worth waiting for: what they take to compute; 0: not at all."""
         if not query.wait:
             return 0.0
-        return (
-            min(self._coming_s, self._policy.wait_s(lease.pending_from, lease.pending, query.at_stake(lease.pending)))
-            if self._policy is not None
-            else self._coming_s
-        )
+        if self._policy is None:
+            return math.inf
+        return self._policy.wait_s(lease.pending_from, lease.pending, query.at_stake(lease.pending), lease.below_s)
 
     def _claim(self, replies: list[Reply]) -> list[Grant]:
         """Makes claims of pins, where that is wanted: what another engine has claimed is not there for this one.
@@ -425,10 +429,15 @@ class DaemonLink:
                 asked += [(query.kv_group, run) for run in runs]
                 least += [extents_min if _may_be_direct(query) else 0] * len(runs)
                 parts.append(len(runs))
-            leases, problem = self._calls.call("acquire", self._client.acquire, asked, extents_min=least)
+            token_s = self._policy.token_s if self._policy is not None else 0.0
+            leases, problem = self._calls.call(
+                "acquire", self._client.acquire, asked, extents_min=least, token_s=token_s
+            )
             if problem:
                 answers += [(None, problem)] * len(parts)
                 continue
+            if self._policy is not None:
+                self._policy.note_told(leases[0].token_s)
             for query, count in zip(queries[first:], parts, strict=False):
                 taken, leases = leases[:count], leases[count:]
                 answers.append((gather(taken, query.runs) if query.runs else taken[0], ""))

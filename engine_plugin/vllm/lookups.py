@@ -440,7 +440,7 @@ class Lookups:
         here = {key: number for key, number in found.items() if number < len(pins.offsets)}
         below = [key for key in found if key not in here]
         tokens = self._worth.tokens(req_id, below, below)
-        return found if self._policy.direct_pays(self._worth.size_bytes(below), tokens) else here
+        return found if self._policy.direct_pays(self._worth.size_bytes(below), tokens, pins.below_s) else here
 
     def _refuse(self, req_id: str, request: _Request, reason: str) -> None:
         self._holders.discard(req_id)

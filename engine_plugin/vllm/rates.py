@@ -1,9 +1,13 @@
 """Load or recompute: how fast blocks come from each tier, how fast this engine computes, and which is faster.
 
-Everything is measured on the engine's own loads and steps, as seconds per byte or token over the last few. What was
-not measured counts as fast, so that the first requests load; a measurement that speaks against a tier is believed for
-PROBE_S, then a request tries again. Whoever waits does so no longer than the blocks would take to compute, so that an
-attempt costs at most as much again.
+Measured on the engine's own loads and steps, as seconds per byte or token over the last few. What lies in the pool
+counts as fast where that was not measured, and a measurement that speaks against it is believed for PROBE_S.
+
+For what lies below the pool a request would have to wait, and nobody shall wait in order to find out: what is not known
+counts as slow. How fast a tier is the daemon says with every answer; it measures tiers before anybody asks, and then
+whatever it brings up, also the blocks that are computed meanwhile because they are slow. How fast this engine
+computes is known after its first prompt, and before that from the daemon, if another engine of its kind has told it.
+Who waits gives up as soon as what has come up so far says that computing the rest is faster (see coming.Coming).
 
 Threads: the scheduler's and the link's; each figure is written by one of them. Knows nothing of vLLM.
 """
@@ -15,34 +19,18 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Final
 
-#: What a figure keeps of its past with each measurement: the last ten or so count.
-_KEEP: Final = 0.8
-#: How long a tier that was too slow is left alone.
+from kvstore.rates import Rate
+
+#: How long a measurement that speaks against a tier is believed.
 PROBE_S: Final = 30.0
+#: What is below the pool is waited for where it is thought to be so many times faster than computing.
+MARGIN: Final = 1.1
+#: The daemon brings blocks up in batches of about so many bytes: before the first one is there nothing is known.
+BATCH_BYTES: Final = 32 << 20
 #: Steps with fewer prefill tokens than this say more about a step's fixed cost than about prefill.
 PREFILL_TOKENS_MIN: Final = 256
 #: Of the tokens of a step that is measured, at least this share is prefill.
 PREFILL_SHARE_MIN: Final = 0.9
-
-
-class Rate:
-    """Seconds per unit, as a quotient of sums that fade: large measurements count more than small ones."""
-
-    def __init__(self) -> None:
-        self._sums = (0.0, 0.0)  # units, seconds; replaced as a whole, since another thread reads it
-        self.at = -math.inf
-
-    def note(self, units: float, seconds: float, now: float) -> None:
-        """One measurement."""
-        before = self._sums
-        self._sums = (before[0] * _KEEP + units, before[1] * _KEEP + max(0.0, seconds))
-        self.at = now
-
-    @property
-    def s(self) -> float | None:
-        """Seconds per unit; None where nothing was measured."""
-        units, seconds = self._sums
-        return seconds / units if units else None
 
 
 class LoadPolicy:
@@ -51,16 +39,20 @@ class LoadPolicy:
     Args:
         block_bytes: Size of a block.
         auto: False: everything that is there is loaded, and waited for.
+        computes: False: an engine for prompts that others have computed. Until it knows better it waits.
     """
 
-    def __init__(self, block_bytes: int, now: Callable[[], float], *, auto: bool = True) -> None:
+    def __init__(self, block_bytes: int, now: Callable[[], float], *, auto: bool = True, computes: bool = True) -> None:
         self._block_bytes = block_bytes
         self._now = now
         self._auto = auto
+        self._computes = computes
         self._token = Rate()
+        self._told_token_s = 0.0
         self._copy = Rate()  # a byte from the pool into the engine's memory
         self._extra = Rate()  # what a load takes beyond its copy: the engine's steps before and after
         self._direct = Rate()  # a byte from the disk into the engine's memory, past the pool
+        self._direct_not_before = 0.0
         self._tiers: dict[str, Rate] = {}
         self.counts: Counter[tuple[str, str]] = Counter()  # scheduler thread
 
@@ -87,12 +79,21 @@ class LoadPolicy:
         """So many blocks have come up from a tier below the pool, in so much time; 0: none has."""
         self._tiers.setdefault(tier, Rate()).note(max(1, blocks), seconds, self._now())
 
+    def note_told(self, token_s: float) -> None:
+        """What another engine of this kind has said of itself; 0: nothing."""
+        self._told_token_s = token_s
+
     # -- asked ---------------------------------------------------------------------------------------------------------
 
+    @property
+    def token_s(self) -> float:
+        """How long this engine takes to compute a token of a prompt; 0: it was not measured."""
+        return self._token.s or 0.0
+
     def compute_s(self, tokens: float) -> float:
-        """What so many tokens take to compute; infinite where that was not measured."""
-        token_s = self._token.s
-        return math.inf if token_s is None else tokens * token_s
+        """What so many tokens take to compute; infinite where that is not known."""
+        token_s = self._token.s or self._told_token_s
+        return tokens * token_s if token_s else math.inf
 
     def loads(self, size_bytes: int, tokens: int) -> bool:
         """Whether the KV of so many tokens, which is in the pool, is faster to load than to compute."""
@@ -107,19 +108,34 @@ class LoadPolicy:
         self.counts["decisions", "compute" if slow else "load"] += 1
         return not slow
 
-    def direct_pays(self, size_bytes: int, tokens: float) -> bool:
-        """Whether the KV of so many tokens, which is on the disk, is read past the pool sooner than it is computed."""
-        direct_s = self._direct.s
-        known = self._auto and direct_s is not None and self._fresh(self._direct)
-        slow = known and size_bytes * (direct_s or 0.0) > self.compute_s(tokens)
-        if slow:
+    def direct_pays(self, size_bytes: int, tokens: float, below_s: float) -> bool:
+        """Whether the KV of so many tokens, which is on the disk, is read past the pool sooner than it is computed.
+
+        Args:
+            below_s: How long the daemon would take to bring it up; 0: not known. That stands for what was not measured,
+                or not lately: it is the same disk.
+        """
+        if not self._auto:
+            return True
+        compute_s, direct_s = self.compute_s(tokens), self._direct.s
+        if compute_s == math.inf:
+            pays = not self._computes
+        else:
+            pays = direct_s is not None and size_bytes * direct_s <= compute_s
+            if not pays and (direct_s is None or not self._fresh(self._direct)):
+                pays = 0 < below_s <= compute_s
+        if not pays:
             self.counts["decisions", "compute_below"] += 1
-        return not slow
+            self._direct_not_before = self._now() + PROBE_S if not below_s else 0.0
+        return pays
 
     def direct_is_faster(self) -> bool:
         """Whether blocks on the disk are in the engine's memory sooner past the pool than through it. What was not
-        measured lately is tried, past the pool first.
+        measured lately is tried, past the pool first; but not where the daemon does not know its disk either, and has
+        to bring something up to learn it.
         """
+        if self._auto and self._now() < self._direct_not_before:
+            return False
         disk = self._tiers.get("disk")
         if self._direct.s is None or not self._fresh(self._direct):
             return True
@@ -127,20 +143,28 @@ class LoadPolicy:
             return False
         return self._block_bytes * self._direct.s <= disk.s + self._block_bytes * (self._copy.s or 0.0)
 
-    def wait_s(self, tier: str, blocks: int, tokens: float) -> float:
+    def wait_s(self, tier: str, blocks: int, tokens: float, below_s: float) -> float:
         """How long to wait at most for so many blocks from a tier below the pool; 0: what is computed without them is
-        computed faster.
+        computed faster, or might be.
 
         Args:
             tokens: How many tokens that is.
+            below_s: How long the daemon thinks that they take; 0: it does not know.
         """
         if not self._auto:
             return math.inf
         compute_s = self.compute_s(tokens)
+        if compute_s == math.inf:
+            return 0.0 if self._computes else math.inf
         rate = self._tiers.get(tier)
-        if rate is None or rate.s is None or not self._fresh(rate):
-            return compute_s
-        return compute_s if blocks * (rate.s + self._block_bytes * (self._copy.s or 0.0)) <= compute_s else 0.0
+        if rate is not None and rate.s is not None and self._fresh(rate):
+            below_s = max(below_s, blocks * rate.s)
+        load_s = below_s + blocks * self._block_bytes * (self._copy.s or 0.0) + (self._extra.s or 0.0)
+        return compute_s if below_s > 0 and load_s * MARGIN <= compute_s else 0.0
+
+    def first_s(self, blocks: int, below_s: float) -> float:
+        """About how long until the first of so many blocks are up, where all of them take `below_s`."""
+        return below_s * min(1.0, BATCH_BYTES / max(1, blocks * self._block_bytes))
 
     def _fresh(self, rate: Rate) -> bool:
         return self._now() - rate.at < PROBE_S

@@ -81,6 +81,8 @@ class Gathered:
     places: np.ndarray
     leases: tuple[Grant, ...]
     extents: tuple[DiskExtent, ...] = ()
+    below_s: float = 0.0
+    token_s: float = 0.0
 
 
 def gather(leases: Sequence[Grant], runs: Sequence[int]) -> Gathered:
@@ -95,4 +97,9 @@ def gather(leases: Sequence[Grant], runs: Sequence[int]) -> Gathered:
         pending_from=next((lease.pending_from for lease in leases if lease.pending_from), ""),
         places=np.array([begin + i for begin, lease in held for i in range(len(lease.offsets))], np.int64),
         leases=tuple(lease for _, lease in held),
+        # They come up together. One of which it is not known makes all of it so.
+        below_s=0.0
+        if any(lease.pending and not lease.below_s for lease in leases)
+        else max(lease.below_s for lease in leases),
+        token_s=leases[0].token_s,
     )

@@ -102,7 +102,12 @@ class KVStoreSpec(OffloadingSpec):
         if self._manager is None:
             self._ensure_daemon()
             assert self.namespace.block_size is not None
-            policy = LoadPolicy(self.namespace.block_bytes, time.monotonic, auto=self._settings.load_policy == "auto")
+            policy = LoadPolicy(
+                self.namespace.block_bytes,
+                time.monotonic,
+                auto=self._settings.load_policy == "auto",
+                computes=self._facts.stores,
+            )
             # With several groups nothing is leased on the disk: see Lookups.
             direct = DirectLoads(self.config.parallel.world_size, self.namespace.block_bytes, policy, time.monotonic)
             link = DaemonLink(

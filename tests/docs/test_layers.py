@@ -69,10 +69,13 @@ LAYERS: dict[str, set[str]] = {
     "kvstore.transfers": {
         "kvstore.clock",
         "kvstore.directory",
+        "kvstore.gauge",
         "kvstore.leases",
         "kvstore.pool",
         "kvstore.tier",
     },
+    "kvstore.gauge": {"kvstore.clock", "kvstore.rates", "kvstore.tier"},
+    "kvstore.rates": set(),
     "kvstore.tier": {"kvstore.blocks", "kvstore.errors"},
     "kvstore.tiers": {
         "kvstore.blocks",
@@ -287,6 +290,7 @@ LAYERS: dict[str, set[str]] = {
         "kvstore.direct",
         "kvstore.endpoint",
         "kvstore.errors",
+        "kvstore.rates",
         "kvstore.remote",
         "kvstore.threads",
         "kvstore.wire.tls",

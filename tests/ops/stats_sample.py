@@ -76,6 +76,7 @@ _STATS: dict[str, Any] = {
             "write": {"bytes": 62 * _BLOCK_BYTES, "batches": 9, "seconds": 1.5},
         }
     },
+    "speeds": {"disk": 1_750_000_000},
     "bytes": {"stored": 62 * _BLOCK_BYTES, "read": 128 * _BLOCK_BYTES},
     "data_port": {
         "listen": "0.0.0.0:7071",

@@ -22,6 +22,7 @@ OPEN_OBJECTS = {
     "removed",
     "transfers",
     "moved",
+    "speeds",
     "bytes",
     "calls",
     "call_seconds",

@@ -28,6 +28,8 @@ class FakeLease:
     pending: int = 0
     pending_from: str = ""
     extents: tuple[DiskExtent, ...] = ()
+    below_s: float = 0.0
+    token_s: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +67,8 @@ class FakeDaemon:
     dropped: Keys that were removed by who had claimed them.
     leased: Keys that are leased on the disk, by lease.
     gds: What is told to clients.
+    block_s: How long a block takes to come up, as it says; 0: it does not know.
+    token_s: What a client has told last.
     folder: Where blocks on the disk lie in files, if any client shall read them there.
     """
 
@@ -78,6 +82,7 @@ class FakeDaemon:
         self.up = False
         self.silent = False
         self.gds = "off"
+        self.block_s = self.token_s = 0.0
         self.folder: Path | None = None
         self.start()
 
@@ -260,9 +265,14 @@ class FakeClient:
         return len(slots)
 
     def acquire(
-        self, queries: Sequence[tuple[int, Sequence[bytes]]], *, extents_min: Sequence[int] = ()
+        self,
+        queries: Sequence[tuple[int, Sequence[bytes]]],
+        *,
+        extents_min: Sequence[int] = (),
+        token_s: float = 0.0,
     ) -> list[FakeLease]:
         daemon = self._call("acquire")
+        daemon.token_s = token_s or daemon.token_s
         leases = []
         for (_group, keys), least in zip(queries, extents_min or [0] * len(queries), strict=True):
             run = list(itertools.takewhile(lambda key: key in daemon.blocks, keys))
@@ -278,15 +288,18 @@ class FakeClient:
                 daemon.leased[lease_id] = below
             else:
                 extents = ()
+            pending = 0 if extents else daemon.promote(keys[len(run) :])
             leases.append(
                 FakeLease(
                     lease_id,
                     daemon.arena.generation,
                     (slots * SLOT_BYTES).astype(np.uint64),
                     daemon.arena.epochs[slots],
-                    0 if extents else daemon.promote(keys[len(run) :]),
+                    pending,
                     "disk",
                     extents,
+                    daemon.block_s * (pending or len(extents)),
+                    daemon.token_s,
                 )
             )
         return leases

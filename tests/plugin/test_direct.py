@@ -187,9 +187,25 @@ def test_what_is_slower_than_computing_is_not_read_past_the_pool_either() -> Non
     loads = Loads()
     policy = loads.policy
     policy.note_step(1000, 1000, 1.0)  # a token takes 1 ms to compute
-    assert policy.direct_pays(5 * MIB, 5)
     policy.note_direct(10 * MIB, 0.02)  # and its block 2 ms from the disk
-    assert not policy.direct_pays(5 * MIB, 5) and policy.direct_pays(5 * MIB, 20)
-    assert policy.counts["decisions", "compute_below"] == 1
+    assert not policy.direct_pays(5 * MIB, 5, 0.0) and policy.direct_pays(5 * MIB, 20, 0.0)
+    assert not policy.direct_pays(5 * MIB, 5, 0.001)  # measured is measured
+    assert policy.counts["decisions", "compute_below"] == 2
     loads.time += PROBE_S + 1
-    assert policy.direct_pays(5 * MIB, 5)
+    assert not policy.direct_pays(5 * MIB, 5, 0.006)
+    assert policy.direct_pays(5 * MIB, 5, 0.004)  # by what the daemon says of its disk by now
+
+
+def test_what_nobody_has_measured_is_computed_and_the_daemon_brings_it_up_to_learn() -> None:
+    loads = Loads()
+    loads.direct.report(0, "auto", "gds")
+    policy = loads.policy
+    assert not policy.direct_pays(5 * MIB, 5, 0.001)  # how fast this engine computes is not known either
+    policy.note_step(1000, 1000, 1.0)
+    assert policy.direct_pays(5 * MIB, 5, 0.005)
+    assert not policy.direct_pays(5 * MIB, 5, 0.006)
+    assert loads.direct.extents_min()
+    assert not policy.direct_pays(5 * MIB, 5, 0.0)
+    assert not loads.direct.extents_min()
+    loads.time += PROBE_S + 1
+    assert loads.direct.extents_min()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -108,12 +109,10 @@ def test_nothing_waits_for_a_call_that_hangs() -> None:
     entered = threading.Event()
 
     class Hanging(FakeClient):
-        def acquire(
-            self, queries: Sequence[tuple[int, Sequence[bytes]]], *, extents_min: Sequence[int] = ()
-        ) -> list[FakeLease]:
+        def acquire(self, queries: Sequence[tuple[int, Sequence[bytes]]], **options: Any) -> list[FakeLease]:
             entered.set()
             released.wait(60)
-            return super().acquire(queries, extents_min=extents_min)
+            return super().acquire(queries, **options)
 
     link = DaemonLink(Hanging(daemon), stock_max=8)
     link.ask([query()])
@@ -134,13 +133,11 @@ def test_a_call_that_raises_anything_does_not_end_the_thread() -> None:
     daemon = FakeDaemon(32)
 
     class Broken(FakeClient):
-        def acquire(
-            self, queries: Sequence[tuple[int, Sequence[bytes]]], *, extents_min: Sequence[int] = ()
-        ) -> list[FakeLease]:
+        def acquire(self, queries: Sequence[tuple[int, Sequence[bytes]]], **options: Any) -> list[FakeLease]:
             if daemon.calls.count("broken") == 0:
                 daemon.calls.append("broken")
                 raise RuntimeError("a defect")
-            return super().acquire(queries, extents_min=extents_min)
+            return super().acquire(queries, **options)
 
     link = DaemonLink(Broken(daemon), stock_max=8)
     link.ask([query()])

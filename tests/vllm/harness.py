@@ -53,9 +53,16 @@ class Daemon:
     """A kvstore daemon on a socket of its own."""
 
     def __init__(
-        self, folder: Path, cpu_bytes: int = 1_000_000_000, disk_bytes: int = 0, *, flags: tuple[str, ...] = ()
+        self,
+        folder: Path,
+        cpu_bytes: int = 1_000_000_000,
+        disk_bytes: int = 0,
+        *,
+        flags: tuple[str, ...] = (),
+        program: tuple[str, ...] = ("-m", "kvstore"),
     ) -> None:
         self.flags = flags
+        self.program = program
         self.endpoint = f"unix:{folder}/kvstore.sock"
         self.cpu_bytes = cpu_bytes
         self.disk = ["--disk-dir", str(folder / "disk"), "--disk-bytes", str(disk_bytes)] if disk_bytes else []
@@ -63,7 +70,7 @@ class Daemon:
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        command = [sys.executable, "-m", "kvstore", "serve", "--cpu-bytes", str(self.cpu_bytes)]
+        command = [sys.executable, *self.program, "serve", "--cpu-bytes", str(self.cpu_bytes)]
         command += ["--block-size", str(BLOCK_TOKENS), "--listen", self.endpoint, *self.disk, *self.flags]
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)

@@ -65,8 +65,9 @@ class Place:
         reads.begin = begin_and_wait  # type: ignore[method-assign]
         return reads
 
-    def engine(self, **options: Any) -> SchedulerRig:
-        self.engines.append(self._make(**options))
+    def engine(self, *, extra: dict[str, Any] | None = None, **options: Any) -> SchedulerRig:
+        extra = {"kvstore.load_policy": "always", **(extra or {})}
+        self.engines.append(self._make(extra=extra, **options))
         return self.engines[-1]
 
     def stored(self, seed: int, in_pool: int = 0) -> list[int]:

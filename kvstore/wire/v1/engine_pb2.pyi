@@ -169,21 +169,23 @@ class Query(_message.Message):
     def __init__(self, group: _Optional[int] = ..., keys: _Optional[_Iterable[bytes]] = ..., extents_min: _Optional[int] = ...) -> None: ...
 
 class AcquireRequest(_message.Message):
-    __slots__ = ("session", "namespace", "queries", "request_id", "from_peer")
+    __slots__ = ("session", "namespace", "queries", "request_id", "from_peer", "token_s")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     QUERIES_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     FROM_PEER_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_S_FIELD_NUMBER: _ClassVar[int]
     session: bytes
     namespace: bytes
     queries: _containers.RepeatedCompositeFieldContainer[Query]
     request_id: int
     from_peer: bool
-    def __init__(self, session: _Optional[bytes] = ..., namespace: _Optional[bytes] = ..., queries: _Optional[_Iterable[_Union[Query, _Mapping]]] = ..., request_id: _Optional[int] = ..., from_peer: _Optional[bool] = ...) -> None: ...
+    token_s: float
+    def __init__(self, session: _Optional[bytes] = ..., namespace: _Optional[bytes] = ..., queries: _Optional[_Iterable[_Union[Query, _Mapping]]] = ..., request_id: _Optional[int] = ..., from_peer: _Optional[bool] = ..., token_s: _Optional[float] = ...) -> None: ...
 
 class Grant(_message.Message):
-    __slots__ = ("lease", "ready", "pending", "offsets", "epochs", "pending_from", "extents_lease", "extents")
+    __slots__ = ("lease", "ready", "pending", "offsets", "epochs", "pending_from", "extents_lease", "extents", "below_s")
     LEASE_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
     PENDING_FIELD_NUMBER: _ClassVar[int]
@@ -192,6 +194,7 @@ class Grant(_message.Message):
     PENDING_FROM_FIELD_NUMBER: _ClassVar[int]
     EXTENTS_LEASE_FIELD_NUMBER: _ClassVar[int]
     EXTENTS_FIELD_NUMBER: _ClassVar[int]
+    BELOW_S_FIELD_NUMBER: _ClassVar[int]
     lease: int
     ready: int
     pending: int
@@ -200,17 +203,20 @@ class Grant(_message.Message):
     pending_from: str
     extents_lease: int
     extents: _containers.RepeatedCompositeFieldContainer[Extent]
-    def __init__(self, lease: _Optional[int] = ..., ready: _Optional[int] = ..., pending: _Optional[int] = ..., offsets: _Optional[bytes] = ..., epochs: _Optional[bytes] = ..., pending_from: _Optional[str] = ..., extents_lease: _Optional[int] = ..., extents: _Optional[_Iterable[_Union[Extent, _Mapping]]] = ...) -> None: ...
+    below_s: float
+    def __init__(self, lease: _Optional[int] = ..., ready: _Optional[int] = ..., pending: _Optional[int] = ..., offsets: _Optional[bytes] = ..., epochs: _Optional[bytes] = ..., pending_from: _Optional[str] = ..., extents_lease: _Optional[int] = ..., extents: _Optional[_Iterable[_Union[Extent, _Mapping]]] = ..., below_s: _Optional[float] = ...) -> None: ...
 
 class AcquireReply(_message.Message):
-    __slots__ = ("generation", "grants", "paths")
+    __slots__ = ("generation", "grants", "paths", "token_s")
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     GRANTS_FIELD_NUMBER: _ClassVar[int]
     PATHS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_S_FIELD_NUMBER: _ClassVar[int]
     generation: bytes
     grants: _containers.RepeatedCompositeFieldContainer[Grant]
     paths: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, generation: _Optional[bytes] = ..., grants: _Optional[_Iterable[_Union[Grant, _Mapping]]] = ..., paths: _Optional[_Iterable[str]] = ...) -> None: ...
+    token_s: float
+    def __init__(self, generation: _Optional[bytes] = ..., grants: _Optional[_Iterable[_Union[Grant, _Mapping]]] = ..., paths: _Optional[_Iterable[str]] = ..., token_s: _Optional[float] = ...) -> None: ...
 
 class SelectRequest(_message.Message):
     __slots__ = ("session", "namespace", "query", "drop", "wait_ms", "request_id")
