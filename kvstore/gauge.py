@@ -83,13 +83,6 @@ class Gauge:
         """Of a tier; None where it was not measured."""
         return self._speeds[name].rate.s
 
-    def seconds(self, name: str, more_bytes: int = 0) -> float | None:
-        """About how long until all that is under way from a tier is here, and so many bytes after that; None: not
-        known.
-        """
-        s_per_byte = self.s_per_byte(name)
-        return None if s_per_byte is None else (self._speeds[name].under_way + more_bytes) * s_per_byte
-
     def slowest(self) -> str:
         """The slowest tier: one that is not known, where there is one."""
         return max(self._speeds, key=lambda name: math.inf if (s := self.s_per_byte(name)) is None else s)

@@ -164,9 +164,7 @@ class Hierarchy:
         sizes: Counter[str] = Counter()
         for tier, held in lease.places if lease is not None else ():
             sizes[tier.name] += held.size_bytes
-        seconds = [self.transfers.gauge.seconds(name, size_bytes) for name, size_bytes in sizes.items()]
-        known = [each for each in seconds if each is not None]
-        return max(known) if known and len(known) == len(seconds) else None
+        return self.transfers.seconds(sizes)
 
     async def _promote(
         self, session: Session, keyspace: Keyspace, keys: Sequence[bytes], ready: int, *, from_peer: bool = False

@@ -21,7 +21,7 @@ import contextlib
 import dataclasses
 import enum
 from collections import Counter, deque
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
 from kvstore.clock import Clock
@@ -126,6 +126,7 @@ class Transfers:
         self._clean_bytes = int(pool.arena.size_bytes * _CLEAN_SHARE)
         self._queued_bytes = 0
         self._coming_bytes = 0
+        self._coming_from: Counter[str] = Counter()  # those bytes, by tier
         #: Blocks to copy down, oldest first.
         self._queue: deque[_Copy] = deque()
         #: Blocks that found the queue full, oldest first, and where they are to go.
@@ -342,6 +343,7 @@ class Transfers:
             keyspace.coming[keys[index]] = promotion
             self.filling[offset] = promotion
             self._coming_bytes += slot_bytes
+            self._coming_from[source.name] += slot_bytes
             batch = batches.setdefault(source, [])
             batch.append(promotion)
             if len(batch) * slot_bytes >= _BATCH_BYTES or len(batch) == _BATCH_BLOCKS:
@@ -414,6 +416,7 @@ class Transfers:
         """
         keyspace, key = promotion.keyspace, promotion.key
         self._coming_bytes -= keyspace.slot_bytes
+        self._coming_from[tier.name] -= keyspace.slot_bytes
         if keyspace.coming.get(key) is promotion:
             del keyspace.coming[key]
         # Never given back where the medium may still write into it.
@@ -467,9 +470,19 @@ class Transfers:
         if later:
             last = next((tier.name for tier in reversed(self.tiers) if tier.name in sources), self.gauge.slowest())
             sources.add(last)
-        seconds = [self.gauge.seconds(name, later * keyspace.block_bytes if name == last else 0) for name in sources]
-        known = [each for each in seconds if each is not None]
-        return max(known) if known and len(known) == len(seconds) else None
+        return self.seconds({name: later * keyspace.block_bytes if name == last else 0 for name in sources})
+
+    def seconds(self, more_bytes: Mapping[str, int]) -> float | None:
+        """About how long until all that is on its way from these tiers is here, and so many bytes after that; None: not
+        known.
+        """
+        slowest = 0.0
+        for name, size_bytes in more_bytes.items():
+            s_per_byte = self.gauge.s_per_byte(name)
+            if s_per_byte is None:
+                return None
+            slowest = max(slowest, (self._coming_from[name] + size_bytes) * s_per_byte)
+        return slowest or None
 
     # -- removal ---------------------------------------------------------------------------------------------------
 
