@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Final, cast
 
 from kvstore.directory import Keyspace
-from kvstore.leases import ExtentLease, LeaseTable, Session
+from kvstore.leases import LeaseTable, Session
 from kvstore.tier import Held, Tier, TierState
 from kvstore.transfers import Transfers
 
@@ -42,7 +42,11 @@ class Extents:
             wanted = [index for index, key in enumerate(keys) if key in own and places[index] is None]
             if not wanted or tier.state is TierState.FAILED:
                 continue
-            found = await tier.hold([keyspace.prefix + keys[index] for index in wanted], _DEADLINE_S)
+            try:
+                found = await tier.hold([keyspace.prefix + keys[index] for index in wanted], _DEADLINE_S)
+            except BaseException:  # the caller has gone, most likely
+                self._give_back(taken)
+                raise
             for index, held in zip(wanted, found, strict=True):
                 if held is not None and held.size_bytes == keyspace.block_bytes:
                     places[index] = held
@@ -50,8 +54,7 @@ class Extents:
                     taken.append((tier, held))
         # The session may have ended meanwhile, or given the request up: nobody would ever release it.
         if session.ended or (request_id and request_id in session.forgotten) or not taken:
-            for tier, held in taken:
-                tier.let_go(held)
+            self._give_back(taken)
             return 0, [None] * len(keys)
         return self._sessions.grant_extents(session, taken, request_id).id, places
 
@@ -77,7 +80,7 @@ class Extents:
         leases = [lease for lease in map(session.extents.get, dict.fromkeys(lease_ids)) if lease is not None]
         for lease in leases:
             del session.extents[lease.id]
-            self._let_go(lease)
+            self._give_back(lease.places)
         return len(leases)
 
     def forget(self, session: Session, request_id: int) -> None:
@@ -89,6 +92,6 @@ class Extents:
         self.release(session, list(session.extents))
 
     @staticmethod
-    def _let_go(lease: ExtentLease) -> None:
-        for tier, held in lease.places:
+    def _give_back(places: list[tuple[Tier, Held]]) -> None:
+        for tier, held in places:
             tier.let_go(held)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -114,12 +115,17 @@ class StripedTier(Tier):
 
     async def hold(self, keys: Sequence[bytes], deadline_s: float) -> list[Held | None]:
         places = self._split(keys)
-        answers = await asyncio.gather(
-            *(
-                part.hold([keys[index] for index in indexes], deadline_s)
-                for part, indexes in zip(self.parts, places, strict=True)
-            )
-        )
+        calls = [
+            asyncio.ensure_future(part.hold([keys[index] for index in indexes], deadline_s))
+            for part, indexes in zip(self.parts, places, strict=True)
+        ]
+        try:
+            answers = await asyncio.gather(*calls)
+        except BaseException:
+            # Cancelled, most likely: a part that was through has pinned what nobody will ever let go of.
+            for part, call in zip(self.parts, calls, strict=True):
+                call.add_done_callback(functools.partial(_let_all_go, part))
+            raise
         joined = self._join(len(keys), places, answers)
         return [
             held and dataclasses.replace(held, hold=(self.parts[self._place(key)], held))
@@ -144,3 +150,10 @@ class StripedTier(Tier):
             and all(isinstance(part.get(key), int) for part in parts)
         }
         return {"name": self.name, "state": self.state.value, **sums, "parts": parts}
+
+
+def _let_all_go(part: Tier, call: asyncio.Future[list[Held | None]]) -> None:
+    if not call.cancelled() and call.exception() is None:
+        for held in call.result():
+            if held is not None:
+                part.let_go(held)

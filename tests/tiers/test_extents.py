@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import grpc
 import pytest
@@ -18,9 +19,11 @@ import pytest
 import kvstore
 from kvstore.endpoint import parse_endpoint
 from kvstore.errors import Damage
-from kvstore.testing import make_block
+from kvstore.extents import Extents
+from kvstore.leases import LeaseTable
+from kvstore.testing import FakeClock, make_block
 from kvstore.testing.tier_suite import BLOCK_BYTES, load, name_of, store
-from kvstore.tier import Held, ReadOutcome, TierState, WriteOutcome
+from kvstore.tier import KEY_PREFIX_BYTES, Held, ReadOutcome, TierState, WriteOutcome
 from kvstore.tiers.striped import StripedTier
 from kvstore.wire.channel import open_channel
 from kvstore.wire.v1 import engine_pb2, engine_pb2_grpc
@@ -38,6 +41,41 @@ def bytes_at(held: Held) -> bytes:
 
 
 # -- the tier ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["striped", "chain"])
+async def test_who_is_gone_while_one_of_two_disks_answers_holds_nothing(tmp_path: Path, how: str) -> None:
+    """What the other one has pinned by then goes back: its extents could never be used again."""
+    io = SickIO()
+    async with opened(tmp_path / "a", prewrite=False) as well, opened(tmp_path / "b", prewrite=False, io=io) as slow:
+        for number, tier in enumerate((well, slow)):
+            tier.name = f"disk{number}"
+            await store(tier, KEYS if how == "striped" else KEYS[24 * number : 24 * number + 24])
+        io.held.add("preadv")
+        if how == "striped":
+            asking = asyncio.ensure_future(StripedTier("disk", [well, slow]).hold(KEYS, 60))
+        else:
+            prefix = KEYS[0][:KEY_PREFIX_BYTES]
+
+            async def own(_keyspace: object, keys: list[bytes]) -> set[bytes]:
+                return set(keys)
+
+            extents = Extents(SimpleNamespace(own=own, tiers=[well, slow]), LeaseTable(FakeClock()))  # type: ignore[arg-type]
+            keyspace = SimpleNamespace(prefix=prefix, block_bytes=BLOCK_BYTES)
+            session = LeaseTable(FakeClock()).attach("test", 1, "", 0)
+            keys = [key[len(prefix) :] for key in KEYS]
+            asking = asyncio.ensure_future(extents.lease(session, keyspace, keys, 0))  # type: ignore[arg-type]
+        assert await asyncio.to_thread(io.reached.wait, 60)
+        while not well.stats()["held_blocks"] or well.stats()["read_queue"]:
+            await asyncio.sleep(0.001)
+        for _ in range(50):
+            await asyncio.sleep(0)
+        asking.cancel()
+        await asyncio.wait([asking])
+        io.recover()
+        async with asyncio.timeout(60):
+            while well.stats()["held_blocks"] or slow.stats()["held_blocks"]:
+                await asyncio.sleep(0.001)
 
 
 async def test_what_is_held_stays_whatever_becomes_of_the_block(tmp_path: Path) -> None:
