@@ -376,8 +376,11 @@ class Settings(pydantic.BaseModel):
             raise ValueError("--disk-bytes needs --disk-dir FOLDER")
         if self.redis_bytes is not None and self.redis_url is None:
             raise ValueError("--redis-bytes needs --redis-url URL")
-        if len(set(self.disk_dir)) != len(self.disk_dir):
+        folders = [Path(os.path.realpath(folder)) for folder in self.disk_dir]
+        if len(set(folders)) != len(folders):
             raise ValueError(f"--disk-dir names a folder twice: {', '.join(map(str, self.disk_dir))}")
+        if any(folder in other.parents for folder in folders for other in folders):
+            raise ValueError(f"--disk-dir names a folder inside of another: {', '.join(map(str, self.disk_dir))}")
         if self.keys_max * _KEY_WIRE_BYTES_MAX > self.message_bytes_max:
             raise ValueError(
                 f"{self.keys_max} keys (--keys-max) of {KEY_BYTES_MAX} bytes do not fit a message of"

@@ -92,10 +92,13 @@ class DiskFolder:
 
         Raises:
             ConfigError: it can never be ours: another process holds it, its format is not known, it holds something
-                else.
+                else, it is a file.
             OSError: the medium does not work now.
         """
-        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError):
+            raise ConfigError(f"{self.path} is no folder, or lies below something that is none") from None
         self.filesystem = filesystem_of(self.path)
         if self.filesystem in _NETWORK or self.filesystem.startswith("fuse.sshfs"):
             raise ConfigError(

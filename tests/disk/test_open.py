@@ -77,6 +77,12 @@ async def test_somebody_elses_directory_is_left_alone(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
+@pytest.mark.parametrize("below", ["", "disk"])
+async def test_a_file_in_the_place_of_the_directory_is_refused(tmp_path: Path, below: str) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    assert "is no folder" in await _refused(tmp_path / "file" / below)
+
+
 async def test_a_network_file_system_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk_folder, "filesystem_of", lambda path: "nfs4")
     assert "nfs4" in await _refused(tmp_path)

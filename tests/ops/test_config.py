@@ -194,6 +194,16 @@ def test_a_file_that_cannot_be_read_is_named(path: str, reason: str) -> None:
     assert path in message and reason in message
 
 
+@pytest.mark.parametrize(
+    ("second", "word"), [("disk", "twice"), ("./disk/../disk", "twice"), ("link", "twice"), ("disk/more", "inside")]
+)
+def test_disks_that_are_one_are_refused(tmp_path: Path, second: str, word: str) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to("disk")
+    text = f"disk_dir = ['{tmp_path}/disk', '{tmp_path}/{second}']\ndisk_bytes = '64MiB'\ncpu_bytes = '64MiB'"
+    assert word in refusal(None, toml_file(tmp_path, text))
+
+
 def test_an_unknown_variable_is_refused_with_the_nearest_name() -> None:
     message = refusal(environ={"KVSTORE_BLOCKSIZE": "16"})
     assert "KVSTORE_BLOCKSIZE" in message and "'KVSTORE_BLOCK_SIZE'" in message
