@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 
 import pytest
 
@@ -59,6 +60,14 @@ async def test_a_large_batch_in_a_cluster(shared_cluster: RedisCluster) -> None:
         expected = [WriteOutcome.STORED if at % 2 else WriteOutcome.EXISTS for at in range(len(KEYS))]
         assert await store(tier, KEYS, SIZE) == expected
         assert await load(tier, KEYS, SIZE) == [ReadOutcome.OK] * len(KEYS)
+
+
+async def test_little_is_under_way_to_a_server_on_this_host(shared_server: RedisServer) -> None:
+    async with opened(shared_server.url) as tier:
+        (node,) = tier.servers.nodes()
+        with tier.servers.connection(node) as connection:
+            # Linux doubles what is asked for, and stays below what an ordinary user may have.
+            assert connection._sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) <= 1 << 20
 
 
 def sets_of(server: RedisServer) -> int:
