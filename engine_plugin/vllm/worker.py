@@ -32,6 +32,8 @@ from engine_plugin.vllm.messages import SlotSpec, WorkerReport, no_slots
 from kvstore.errors import Damage, RetryLater, StaleGeneration
 from kvstore.remote import RemoteArena
 
+#: Lost stores that are remembered, in case they are asked for after all. They come in order, and late by a few steps.
+_GIVEN_UP_MAX: Final = 4096
 #: Stands for the places of blocks that are not in the pool, which no pool reaches.
 _BEYOND: Final = np.uint64(1 << 62)
 #: Steps in which a load that has ended well is left to a scheduler that asks between steps: it does so after the step
@@ -114,7 +116,7 @@ class KVStoreWorker(OffloadingWorker):
         self._direct_under_way: dict[int, DirectRead] = {}
         self._finished: deque[_Outcome] = deque()
         self._tickets: dict[int, int] = {}  # of stores that were begun and are not reported, by job
-        self._given_up: set[int] = set()  # tickets that the scheduler counts as lost
+        self._given_up: dict[int, None] = {}  # tickets that the scheduler counts as lost, oldest first
         self._acks = AckSender()
         self._last_attached: bytes | None = None
         self._moved: Counter[str] = Counter()
@@ -217,9 +219,11 @@ class KVStoreWorker(OffloadingWorker):
         not be begun either, whatever has become of it.
         """
         for ticket in set(tickets).difference(self._tickets.values(), self._report.stores_done):
-            self._given_up.add(ticket)
+            self._given_up[ticket] = None
             self._report.stores_done[ticket] = {self._rank}
             self._report.stores_lost[ticket] = {self._rank}
+        while len(self._given_up) > _GIVEN_UP_MAX:
+            del self._given_up[next(iter(self._given_up))]
 
     # -- for the connector ---------------------------------------------------------------------------------------------
 

@@ -334,6 +334,8 @@ def test_a_store_that_is_asked_about_is_under_way_or_will_never_be_begun(rig: Ri
     late = rig.store([1, 2], [5], ticket=8)
     assert 8 not in late.stores_done
     assert np.array_equal(rig.session.arena.memory, before)
+    rig.worker.asked_about(range(100, 10_100))
+    assert len(rig.worker._given_up) < 5000
 
 
 def test_what_cannot_be_closed_keeps_nothing_else_open(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
