@@ -20,13 +20,14 @@ from rich.table import Table
 from bench.conversations import Shape
 from bench.demo import Plan, Report, daemon
 from bench.handover import decode, prefill, wait_for_tiers
-from bench.redis import running_server
+from bench.redis_sides import running_server
 
 #: Three prompts of about 30 MiB, and a pool that holds two of them.
 _SHAPE: Final = Shape(conversations=3, turns=3)
 _BLOCK_BYTES: Final = 1 << 20
 _CPU_BYTES: Final = 72 << 20
 _DISK_BYTES: Final = 512 << 20
+_REDIS_BYTES: Final = 2 << 30
 
 
 def show(console: Console, seed: int) -> None:
@@ -42,7 +43,7 @@ def show(console: Console, seed: int) -> None:
         else:
             below = [
                 "--redis-url",
-                f"redis://127.0.0.1:{stack.enter_context(running_server())}",
+                f"redis://127.0.0.1:{stack.enter_context(running_server(_REDIS_BYTES)).port}",
                 "--redis-deadline-s",
                 "30",
             ]
