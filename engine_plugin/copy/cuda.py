@@ -31,11 +31,11 @@ from typing import Final
 import numpy as np
 import torch
 
-from engine_plugin.copy import kernels, paths, runs
+from engine_plugin.copy import expected, kernels, paths, runs
 from engine_plugin.copy.contract import CopyEngine, CopyStats, Fragments, Pool, Then
 from engine_plugin.copy.cudart import CudaRuntime
 from engine_plugin.copy.kernels import ONE_RUN, STAGED, TO_GPU, TO_HOST, Tuning
-from engine_plugin.copy.lanes import STAGES, Expected, Job, Lane, Part, mark
+from engine_plugin.copy.lanes import STAGES, Job, Lane, Part, mark
 from engine_plugin.copy.registration import CHUNK_BYTES, Registration
 
 #: Of one buffer: long enough that starting and ending a copy costs little (600 us at 55 GB/s) and the host is not kept
@@ -113,7 +113,7 @@ class CudaCopyEngine(CopyEngine):
             return
         if current is not None:
             self._registration = None
-            self._forget_expected()
+            expected.forget(self._load)
             self._retired.append(current)
             self._end_retired()
         if pool is not None:
@@ -147,43 +147,18 @@ class CudaCopyEngine(CopyEngine):
 
     def expect_load(self, starts: np.ndarray, size_bytes: int) -> None:
         """See the contract. Fills the buffers, if they end where the load's own do."""
-        lane, registration = self._load, self._registration
         self.expect_nothing()
-        if registration is None or lane.stage is None or self._path not in ("auto", "staged") or not len(starts):
+        registration = self._registration
+        if registration is None or self._path not in ("auto", "staged"):
             return
-        each = lane.stage_bytes // size_bytes
-        if each * size_bytes != lane.stage_bytes or size_bytes < paths.STAGED_RUN_BYTES_MIN or len(starts) <= each:
-            return  # what one buffer holds is begun at once anyway
-        starts = starts[: each * STAGES]
-        pool = registration.pool
-        if int(starts.max()) + size_bytes > pool.address + registration.registered_bytes:
-            return
-        blocks = Fragments(starts, starts, np.full(len(starts), size_bytes, np.uint64))
-        windows: list[tuple[np.ndarray, np.ndarray]] = []
         with self._current():
-            started = mark(lane.copies)
-            lane.expected = Expected(started, windows)
-            for begin in range(0, len(starts), each):
-                buffer = (lane.turn + len(windows)) % STAGES
-                first, run_bytes = runs.runs_of(runs.take(blocks, slice(begin, begin + each)), np.zeros(1, np.int64))
-                at = np.cumsum(run_bytes) - run_bytes + np.uint64(lane.stage_address + buffer * lane.stage_bytes)
-                whole = runs.cut_at_borders(
-                    Fragments(at, starts[begin : begin + each][first], run_bytes), pool.address, self._chunk_bytes
-                )
-                lane.copies.wait_event(lane.emptied[buffer])
-                self._copy_runs(lane.copies, whole.kv, whole.pool, whole.size, still=True)
-                lane.filled[buffer].record(lane.copies)
-                windows.append((whole.pool, whole.size))
-            lane.expected_read = mark(lane.copies)
+            for buffer, copies in expected.filling(self._load, registration, starts, size_bytes, self._chunk_bytes):
+                self._load.copies.wait_event(self._load.emptied[buffer])
+                self._copy_runs(self._load.copies, copies.kv, copies.pool, copies.size, still=True)
+                self._load.filled[buffer].record(self._load.copies)
 
     def expect_nothing(self) -> None:
         self._load.take_expected()
-
-    def _forget_expected(self) -> None:
-        """As expect_nothing, and the pool is not read for it any more."""
-        self._load.take_expected()
-        if self._load.expected_read is not None:
-            self._load.expected_read.synchronize()
 
     def load_by_layer(self, fragments: Fragments, layer_ends: Collection[int], then: Then) -> Job:
         """Loads the fragments in their order, with an event after each layer for `wait_layer`, so that attention on
@@ -223,7 +198,7 @@ class CudaCopyEngine(CopyEngine):
             # be full of a store under way.
             ready = None if writing.query() else mark(writing)
             beside_compute = beside_compute or ready is not None
-            job = Job(then, fragments.size_bytes, registration, ready)
+            job = Job(then, fragments.size_bytes, registration, ready, is_load=is_load)
             registration.jobs += 1
             lane.jobs.append(job)
             try:
@@ -385,12 +360,12 @@ class CudaCopyEngine(CopyEngine):
             launch(piece_bound[window], piece_bound[window + 1])
 
         if is_load:
-            expected = lane.take_expected()
-            started = expected.started if expected is not None else mark(copies)
+            filled = lane.take_expected()
+            started = filled.started if filled is not None else mark(copies)
             ahead = min(count, STAGES)
             for window in range(ahead):  # what needs no table comes before the table
                 part = slice(run_bound[window], run_bound[window + 1])
-                if expected is not None and expected.holds(window, whole.pool[part], whole.size[part]):
+                if filled is not None and filled.holds(window, whole.pool[part], whole.size[part]):
                     continue
                 copies.wait_event(lane.emptied[buffer_of[window]])
                 send(window)
@@ -575,7 +550,7 @@ class CudaCopyEngine(CopyEngine):
 
     def close(self) -> None:
         self.wait([*self._load.jobs, *self._store.jobs])
-        self._forget_expected()
+        expected.forget(self._load)
         registrations = [*self._retired, *([self._registration] if self._registration is not None else [])]
         self._registration = None
         self._retired = []
