@@ -55,8 +55,9 @@ assert (Verdict.HIT, Verdict.MISS, Verdict.RETRY) == (0, 1, 2)
 #: A request of which a step computes fewer tokens than this is decoding, with some tokens speculated perhaps.
 PREFILL_CHUNK_MIN: Final = 32
 #: How long the only request of an engine waits for its answer within the step that asks, which saves it another step
-#: and the pause that vLLM makes after one without tokens: 2 ms of a time to first token. Most answers take half of it.
-AT_ONCE_S: Final = 0.002
+#: and the pause that vLLM makes after one without tokens: 2 ms of a time to first token. Most answers take 1 ms, and 3
+#: where nothing is there, since slots are reserved before such an answer is given.
+AT_ONCE_S: Final = 0.005
 #: Pause of a step that has nothing to compute while a load is under way, of whose end only another step learns. Not
 #: where the engine has paused by itself since the step before, as its loop does in a process of its own.
 GIVE_WAY_LOADING_S: Final = 0.0005
