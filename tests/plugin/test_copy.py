@@ -1,10 +1,9 @@
-"""Copy planning, registration and the CPU engine: all that needs no GPU."""
+"""Copy planning and registration: all that needs no GPU."""
 
 from __future__ import annotations
 
 import itertools
 import threading
-from typing import Any
 
 import numpy as np
 import pytest
@@ -174,51 +173,3 @@ def test_a_failure_to_register_is_told_and_keeps_what_there_is(caplog: pytest.Lo
     assert not registration.under_way
     assert "locked memory" in caplog.text
     assert not runtime.live
-
-
-def test_the_cpu_engine_keeps_the_contract() -> None:
-    pytest.importorskip("numba", reason="comes with vLLM")
-    from engine_plugin.copy.cpu import CpuCopyEngine
-
-    engine = CpuCopyEngine(2)
-    kv = np.arange(64, dtype=np.uint8)
-    pool = np.zeros(64, np.uint8)
-    at: Any = (kv.ctypes.data, pool.ctypes.data)
-    ends: list[tuple[float, BaseException | None]] = []
-    fragments = fragments_of([(at[0] + 8, at[1] + 32, 8), (at[0], at[1], 4)])
-    copy = engine.store(fragments, lambda *end: ends.append(end))
-    engine.wait([copy])
-    assert copy.over
-    assert ends[0][1] is None
-    assert pool[32:40].tolist() == list(range(8, 16))
-    assert pool[:4].tolist() == [0, 1, 2, 3]
-    kv[:] = 0
-    engine.wait([engine.load(fragments, lambda *end: ends.append(end))])
-    assert kv[8:16].tolist() == list(range(8, 16))
-    assert kv[16:].sum() == 0
-    assert engine.stats().bytes_by_path == {"cpu": 24}
-    engine.close()
-    assert len(ends) == 2
-
-
-def test_the_cpu_engine_copies_where_no_more_threads_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else a job is told to have failed, and is done later all the same, when its memory is somebody else's."""
-    from engine_plugin.copy.cpu import SPLIT_BYTES_MIN, CpuCopyEngine
-
-    engine = CpuCopyEngine(3)
-
-    def none(_thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", none)
-    count, size = 64, SPLIT_BYTES_MIN // 32
-    source = np.random.default_rng(0).integers(0, 256, (count, size), np.uint8)
-    target = np.zeros_like(source)
-    rows = np.arange(count, dtype=np.uint64) * np.uint64(size)
-    fragments = Fragments(
-        np.uint64(source.ctypes.data) + rows, np.uint64(target.ctypes.data) + rows, np.full(count, size, np.uint64)
-    )
-    errors: list[BaseException | None] = []
-    engine.wait([engine.store(fragments, lambda _seconds, error: errors.append(error))])
-    assert errors == [None] and np.array_equal(source, target)
-    engine.close()
