@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,16 @@ def tier_at(url: str, folder: Path, capacity_bytes: int) -> Tier:
     return RedisTier(url, SystemClock(), capacity_bytes=capacity_bytes, key_prefix=prefix, deadline_s=DEADLINE_S / 3)
 
 
-class TestSingle(TierSuite):
+class RedisSuite(TierSuite):
+    async def ready(self, tier: Tier) -> None:
+        """As in general, and until what is there was looked at: with a budget, nothing is stored before that."""
+        await super().ready(tier)
+        assert isinstance(tier, RedisTier)
+        async with asyncio.timeout(DEADLINE_S):
+            await tier.swept.wait()
+
+
+class TestSingle(RedisSuite):
     @pytest.fixture(autouse=True)
     def _server(self, shared_server: RedisServer) -> None:
         self.url = shared_server.url
@@ -28,7 +38,7 @@ class TestSingle(TierSuite):
         return tier_at(self.url, folder, capacity_bytes)
 
 
-class TestValkey(TierSuite):
+class TestValkey(RedisSuite):
     @pytest.fixture(autouse=True)
     def _server(self, shared_valkey: RedisServer) -> None:
         self.url = shared_valkey.url
@@ -37,7 +47,7 @@ class TestValkey(TierSuite):
         return tier_at(self.url, folder, capacity_bytes)
 
 
-class TestCluster(TierSuite):
+class TestCluster(RedisSuite):
     @pytest.fixture(autouse=True)
     def _server(self, shared_cluster: RedisCluster) -> None:
         self.url = shared_cluster.url
