@@ -249,8 +249,8 @@ class Cluster(Servers):
 
     def close(self) -> None:
         if self._manager is not None:
-            self._manager.close()
-            self._close_but(self._manager.startup_nodes, self._manager.nodes_cache)
+            # redis-py's own close() leaves the connections to the pools, and these to the garbage collector.
+            self._close_but(self._manager.startup_nodes | self._manager.nodes_cache, {})
 
 
 def make_servers(address: RedisAddress, timeout_s: float, connections: int) -> Servers:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -48,6 +49,31 @@ async def test_blocks_are_spread_and_the_parts_of_one_lie_together(shared_cluste
         for server in shared_cluster.servers:
             with server.client() as client:
                 assert not client.keys("spread:{*")
+
+
+def ours_at(cluster: RedisCluster) -> set[tuple[int, str]]:
+    """Connections of tiers to any node."""
+    found = set()
+    for server in cluster.servers:
+        with server.client() as client:
+            found |= {(server.port, each["id"]) for each in client.client_list() if each["name"] == "kvstore"}
+    return found
+
+
+async def test_closing_ends_all_connections(shared_cluster: RedisCluster) -> None:
+    """At once, not when the garbage collector comes by: it does so rarely in a daemon."""
+    before = ours_at(shared_cluster)
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        async with opened(shared_cluster.url, key_prefix="closing:") as tier:
+            await stores_all(tier)
+            assert ours_at(shared_cluster) - before
+            assert await tier.delete(KEYS) == len(KEYS)  # their slots move in another test
+        await until(lambda: not ours_at(shared_cluster) - before, "no connection is left")
+    finally:
+        if collects:
+            gc.enable()
 
 
 @pytest.mark.parametrize("full_coverage", [False, True])
