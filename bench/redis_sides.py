@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import contextlib
 import dataclasses
@@ -140,7 +141,7 @@ class Blocks:
             room[:8] = bytes(8)
 
 
-class Side:
+class Side(abc.ABC):
     """Somebody who moves a batch, and a server that is full of what they have stored before.
 
     Attributes:
@@ -180,12 +181,13 @@ class Side:
         """Loads what was stored last; returns the seconds."""
         return self._get(self._stored)
 
-    def _set(self, number: int) -> float:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def _set(self, number: int) -> float: ...
 
-    def _get(self, number: int) -> float:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def _get(self, number: int) -> float: ...
 
+    @abc.abstractmethod
     def close(self) -> None:
         """Ends what was begun."""
 
@@ -316,3 +318,6 @@ class Benchmark(Side):
     def _get(self, number: int) -> float:
         self._run("set", self._values)
         return self._run("get", self._values)
+
+    def close(self) -> None:
+        """See Side. Each run is a process that has ended."""

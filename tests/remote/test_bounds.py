@@ -129,19 +129,21 @@ async def test_a_connection_that_rested_too_long_is_made_anew() -> None:
         link.close()
 
 
+async def begin_write(served: Served) -> tuple[Slots, Stream]:
+    """A write of one slot that the daemon waits for the bytes of."""
+    slots = served.reserve(1)
+    connected = await asyncio.to_thread(socket.create_connection, (served.port.address.host, served.port.address.port))
+    stream = Stream(connected, PATIENCE_S)
+    _, nonce = HELLO.unpack(await asyncio.to_thread(stream.receive, HELLO.size))
+    request = Request(Operation.WRITE, served.who.session, served.who.generation, 0, SIZE, slots.offsets, slots.epochs)
+    await asyncio.to_thread(stream.send, request.pack(served.who.secret, nonce, 0))
+    assert (await asyncio.to_thread(stream.receive_reply))[0] is Status.GO
+    return slots, stream
+
+
 async def test_a_writer_that_stalls_is_cut_off_and_its_slot_is_free() -> None:
     async with serving(stall_s=0.05) as served:
-        slots = served.reserve(1)
-        connected = await asyncio.to_thread(
-            socket.create_connection, (served.port.address.host, served.port.address.port)
-        )
-        stream = Stream(connected, PATIENCE_S)
-        _, nonce = HELLO.unpack(await asyncio.to_thread(stream.receive, HELLO.size))
-        request = Request(
-            Operation.WRITE, served.who.session, served.who.generation, 0, SIZE, slots.offsets, slots.epochs
-        )
-        stream.send(request.pack(served.who.secret, nonce, 0))
-        assert (await asyncio.to_thread(stream.receive_reply))[0] is Status.GO
+        slots, stream = await begin_write(served)
         await until(lambda: slots.offsets[0] in served.hierarchy.arrivals)
         await until(lambda: slots.offsets[0] not in served.hierarchy.arrivals)
         await until(lambda: served.event("timeouts") == 1)
@@ -151,17 +153,7 @@ async def test_a_writer_that_stalls_is_cut_off_and_its_slot_is_free() -> None:
 async def test_a_write_that_ends_while_the_loop_is_busy_is_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(data_port, "_LOOP_S", 0.02)
     async with serving() as served:
-        slots = served.reserve(1)
-        connected = await asyncio.to_thread(
-            socket.create_connection, (served.port.address.host, served.port.address.port)
-        )
-        stream = Stream(connected, PATIENCE_S)
-        _, nonce = HELLO.unpack(await asyncio.to_thread(stream.receive, HELLO.size))
-        request = Request(
-            Operation.WRITE, served.who.session, served.who.generation, 0, SIZE, slots.offsets, slots.epochs
-        )
-        await asyncio.to_thread(stream.send, request.pack(served.who.secret, nonce, 0))
-        assert (await asyncio.to_thread(stream.receive_reply))[0] is Status.GO
+        slots, stream = await begin_write(served)
         # From here on nothing else runs on this loop.
         stream.send(make_block(b"a", SIZE))
         assert stream.receive_reply()[0] is Status.OK

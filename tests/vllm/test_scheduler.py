@@ -75,14 +75,8 @@ def test_a_store_is_published_when_its_copy_ends_and_not_at_the_end_of_a_step(ri
     assert one.counts["stored_blocks/stored"] == 2
 
 
-@pytest.mark.parametrize("near", [True, False])
-def test_of_a_load_that_has_ended_the_scheduler_hears_at_once_where_its_worker_is_near(
-    rigs: Rigs, monkeypatch: pytest.MonkeyPatch, near: bool
-) -> None:
-    from engine_plugin.vllm import nearby
-
-    if not near:
-        monkeypatch.setattr(nearby, "only_worker", lambda _engine_id: None)
+def loading(rigs: Rigs) -> tuple[SchedulerRig, list[int]]:
+    """An engine whose steps overlap, with a load of the request "again" under way, and the answer that is right."""
     one = rigs(overlap=True)
     one.answer("first", tokens(2))  # by then the scheduler knows that its worker is attached
     answer = one.answer("p", tokens(1))
@@ -91,6 +85,18 @@ def test_of_a_load_that_has_ended_the_scheduler_hears_at_once_where_its_worker_i
     for _ in range(9):
         one.step()
     assert one.copies.queues[True]
+    return one, answer
+
+
+@pytest.mark.parametrize("near", [True, False])
+def test_of_a_load_that_has_ended_the_scheduler_hears_at_once_where_its_worker_is_near(
+    rigs: Rigs, monkeypatch: pytest.MonkeyPatch, near: bool
+) -> None:
+    from engine_plugin.vllm import nearby
+
+    if not near:
+        monkeypatch.setattr(nearby, "only_worker", lambda _engine_id: None)
+    one, answer = loading(rigs)
     assert not any(one.step() for _ in range(5))
     one.copies.end_one(True)
     # Without: the step that sees it, and the one after which its result is read.
@@ -101,14 +107,7 @@ def test_of_a_load_that_has_ended_the_scheduler_hears_at_once_where_its_worker_i
 
 
 def test_a_load_that_has_failed_is_told_of_with_a_step(rigs: Rigs) -> None:
-    one = rigs(overlap=True)
-    one.answer("first", tokens(2))  # by then the scheduler knows that its worker is attached
-    answer = one.answer("p", tokens(1))
-    assert one.reset(connector=False)
-    one.add("again", tokens(1))
-    for _ in range(9):
-        one.step()
-    assert one.copies.queues[True]
+    one, answer = loading(rigs)
     one.copies.fail_next = 1
     one.copies.end_one(True)
     one.settle()
