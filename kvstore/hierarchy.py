@@ -208,8 +208,9 @@ class Hierarchy:
                 pending = await self._promote(session, keyspace, keys, len(run))
                 if session.ended or request_id in session.forgotten:
                     return None
+                left = deadline - loop.time()
                 # Whatever came up meanwhile woke nobody, since nobody waited yet: look before waiting.
-                if missing in keyspace.blocks:
+                if missing in keyspace.blocks or left <= 0:
                     continue
                 if pending and missing not in keyspace.coming:
                     left = min(left, _NO_ROOM_S)  # there was no room to bring it up; nobody tells when there is

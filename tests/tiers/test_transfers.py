@@ -243,6 +243,29 @@ def test_a_waiting_select_ends_at_its_deadline_when_the_read_fails(bench: Bench)
     assert task.result() is None
 
 
+def test_the_time_in_which_tiers_are_asked_is_part_of_a_selects_time(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stat, asked, answers = bench.tier.stat, asyncio.Event(), asyncio.Event()
+
+    async def slowly(names: Sequence[bytes]) -> Any:
+        asked.set()
+        await answers.wait()
+        return await stat(names)
+
+    monkeypatch.setattr(bench.tier, "stat", slowly)
+    task = bench.start(bench.hierarchy.select(bench.session, bench.keyspace, [b"a"], drop=False, wait_s=3))
+    bench.settle()
+    assert asked.is_set()
+    bench.loop.advance(2.5)
+    answers.set()
+    bench.settle()
+    assert not task.done()
+    bench.loop.advance(0.6)
+    bench.settle()
+    assert task.done() and task.result() is None
+
+
 def test_a_buffer_that_a_hung_read_may_still_write_is_never_used_again(bench: Bench) -> None:
     bench.store(b"a")
     bench.leave_pool(b"a")
