@@ -24,6 +24,7 @@ buffer from the pool waits for nothing.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections import Counter
 from collections.abc import Callable, Collection
 from typing import Final
@@ -37,6 +38,8 @@ from engine_plugin.copy.cudart import CudaRuntime
 from engine_plugin.copy.kernels import ONE_RUN, STAGED, TO_GPU, TO_HOST, Tuning
 from engine_plugin.copy.lanes import STAGES, Job, Lane, Part, mark
 from engine_plugin.copy.registration import CHUNK_BYTES, Registration
+
+log = logging.getLogger("vllm.kvstore")
 
 #: Of one buffer: long enough that starting and ending a copy costs little (600 us at 55 GB/s) and the host is not kept
 #: busy with queueing, or of two jobs handed in together the second would come late; short enough that the first and the
@@ -90,8 +93,20 @@ class CudaCopyEngine(CopyEngine):
         with torch.cuda.device(self.device):
             self._store = Lane(self.device, self._runtime, priority=STORE_PRIORITY, stage_bytes=stage_bytes)
             self._load = Lane(self.device, self._runtime, priority=LOAD_PRIORITY, stage_bytes=stage_bytes)
-            # What most jobs need, so that the first of them does not wait for a compiler.
             self._movers: dict[tuple[int, int, int, bool], kernels.Mover] = {}
+            self._reads_tables = False
+            self._has_kernels = self._prepare_kernels()
+        self._registration: Registration | None = None
+        self._retired: list[Registration] = []
+        self._mapped = False
+        self._bytes: Counter[str] = Counter()
+        self._failed = 0
+
+    def _prepare_kernels(self) -> bool:
+        """Makes what most jobs need, so that the first of them does not wait for a compiler. Where that fails (Triton
+        wants one for C), nothing is staged, and the batch call moves everything.
+        """
+        try:
             for tuning in {STAGED, ONE_RUN, TO_HOST, TO_GPU}:
                 for common in (tuning.chunk_bytes, 16384, 8192, 4096, 16):
                     self._mover(16, common, tuning)
@@ -99,11 +114,12 @@ class CudaCopyEngine(CopyEngine):
                 lane.give_tables([lane.take_table(columns) for columns in _TABLES])
             torch.cuda.synchronize()
             self._reads_tables = self._can_read_tables()
-        self._registration: Registration | None = None
-        self._retired: list[Registration] = []
-        self._mapped = False
-        self._bytes: Counter[str] = Counter()
-        self._failed = 0
+        except Exception as error:
+            log.error("kvstore: there are no kernels for this GPU (%s); copies are slower", str(error) or repr(error))
+            for lane in (self._store, self._load):
+                lane.stage = None
+            return False
+        return True
 
     # -- the pool ------------------------------------------------------------------------------------------------------
 
@@ -113,8 +129,8 @@ class CudaCopyEngine(CopyEngine):
             return
         if current is not None:
             self._registration = None
-            expected.forget(self._load)
             self._retired.append(current)
+            expected.forget(self._load)
             self._end_retired()
         if pool is not None:
             self._registration = Registration(
@@ -152,10 +168,15 @@ class CudaCopyEngine(CopyEngine):
         if registration is None or self._path not in ("auto", "staged"):
             return
         with self._current():
-            for buffer, copies in expected.filling(self._load, registration, starts, size_bytes, self._chunk_bytes):
-                self._load.copies.wait_event(self._load.emptied[buffer])
-                self._copy_runs(self._load.copies, copies.kv, copies.pool, copies.size, still=True)
-                self._load.filled[buffer].record(self._load.copies)
+            try:
+                for buffer, copies in expected.filling(self._load, registration, starts, size_bytes, self._chunk_bytes):
+                    self._load.copies.wait_event(self._load.emptied[buffer])
+                    self._copy_runs(self._load.copies, copies.kv, copies.pool, copies.size, still=True)
+                    self._load.filled[buffer].record(self._load.copies)
+            except BaseException:
+                self.expect_nothing()
+                self._load.expected_read = mark(self._load.copies)  # some of it may be under way
+                raise
 
     def expect_nothing(self) -> None:
         self._load.take_expected()
@@ -187,7 +208,7 @@ class CudaCopyEngine(CopyEngine):
             raise RuntimeError("no pool was given")
         with self._current():
             known = registration.registered_bytes
-            if known and not self._mapped:
+            if known and not self._mapped and self._has_kernels:
                 address = registration.pool.address
                 self._mapped = self._runtime.device_pointer(address) == address
             # Before anything that the host can do while the bus is busy, of which this stream's state takes it longest.
@@ -211,7 +232,8 @@ class CudaCopyEngine(CopyEngine):
             except BaseException as error:
                 # Parts of it may be queued: it ends, badly, when they are over.
                 job.error = error
-                job.parts += [(mark(stream), mark(stream)) for stream in (lane.copies, lane.kernels)]
+                with contextlib.suppress(Exception):  # the GPU is lost
+                    job.parts += [(mark(stream), mark(stream)) for stream in (lane.copies, lane.kernels)]
         return job
 
     def _current(self) -> contextlib.AbstractContextManager[object]:
@@ -454,12 +476,15 @@ class CudaCopyEngine(CopyEngine):
         def run() -> Part:
             job.follow_caller(stream)
             started = mark(stream)
-            # In parts, so that the driver's locks are free in between for who launches the model's kernels.
-            for begin in range(0, len(cut), _BATCH_PART):
-                part = slice(begin, begin + _BATCH_PART)
-                self._runtime.copy_batch(
-                    dst[part], src[part], cut.size[part], stream.cuda_stream, source_is_still=is_load
-                )
+            try:
+                # In parts, so that the driver's locks are free in between for who launches the model's kernels.
+                for begin in range(0, len(cut), _BATCH_PART):
+                    part = slice(begin, begin + _BATCH_PART)
+                    self._runtime.copy_batch(
+                        dst[part], src[part], cut.size[part], stream.cuda_stream, source_is_still=is_load
+                    )
+            except BaseException as error:
+                job.error = error  # the parts before are queued: the job is not over before them
             return started, mark(stream)
 
         def run_on_thread() -> Part:
@@ -521,28 +546,30 @@ class CudaCopyEngine(CopyEngine):
     def poll(self) -> None:
         for lane in (self._load, self._store):
             while lane.jobs:
-                job = lane.jobs[0]
+                job, seconds = lane.jobs[0], 0.0
                 try:
                     if not job.arrived():
                         break
+                    if job.error is None:
+                        seconds = job.seconds()
                 except Exception as error:  # the GPU is lost: no event will ever be over
                     job.error = error
                 lane.jobs.popleft()
-                self._end(lane, job)
+                self._end(lane, job, seconds)
         if self._retired:
             self._end_retired()
 
     def wait(self, copies: Collection[Job]) -> None:
         for job in copies:
             lane = self._load if job in self._load.jobs else self._store
-            while not job.over:  # jobs of a direction end in order, though an earlier one may go a slower way
+            # Jobs of a direction end in order, though an earlier one may go a slower way.
+            while not job.over and lane.jobs:
                 with contextlib.suppress(Exception):  # the GPU is lost: poll ends the job, with the error
                     lane.jobs[0].synchronize()
                 self.poll()
 
-    def _end(self, lane: Lane, job: Job) -> None:
+    def _end(self, lane: Lane, job: Job, seconds: float) -> None:
         self._failed += job.error is not None
-        seconds = job.seconds() if job.error is None else 0.0
         lane.give_tables(job.tables)
         job.registration.jobs -= 1
         job.over = True
