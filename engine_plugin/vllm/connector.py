@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from engine_plugin.vllm import SPEC, compat, nearby
+from engine_plugin.vllm import SPEC, compat, nearby, pauses
 
 compat.require_supported()
 
@@ -223,25 +223,26 @@ class KVStoreConnector(OffloadingConnector):
         found = super().get_num_new_matched_tokens(request, num_computed_tokens)
         if found[0] is None and self._manager.answered_at_once():
             found = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        if found[0]:
+            worker = self._near_worker()
+            if worker is not None:
+                self._announce_load(worker, request.request_id)
         return found
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         if not num_external_tokens:
             self._manager.on_no_load(request.request_id)  # inside MultiConnector, another one may load instead
         super().update_state_after_alloc(request, blocks, num_external_tokens)
-        worker = self._near_worker()
-        if worker is not None:
-            self._announce_load(worker)
 
     def _near_worker(self) -> KVStoreConnector | None:
         return nearby.only_worker(self._engine_id) if self._alone else None
 
     @guarded(nothing)
-    def _announce_load(self, worker: KVStoreConnector) -> None:
-        """Tells a worker that is near of a load a step's preparations before it is given to it."""
-        planned = self._manager.take_only_load()
-        if planned is not None:
-            worker._worker.expect_load(planned)
+    def _announce_load(self, worker: KVStoreConnector, req_id: str) -> None:
+        """Tells a worker that is near of a load before vLLM finds memory for it and makes the step that brings it."""
+        slots = self._manager.only_load(req_id)
+        if slots is not None:
+            worker._worker.expect_load(slots)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         worker = self._near_worker()
@@ -265,6 +266,10 @@ class KVStoreConnector(OffloadingConnector):
         ended, more = worker.take_ended_loads()
         if ended:
             connector_output.finished_recving = ended | (connector_output.finished_recving or set())
+            if not self._computes:
+                from vllm.v1.engine import core  # loaded by whoever steps
+
+                pauses.skip_next(core)
         if more is not None:
             connector_output.kv_connector_worker_meta = more if meta is None else meta.aggregate(more)
 

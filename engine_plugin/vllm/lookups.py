@@ -469,6 +469,20 @@ class Lookups:
 
     # -- loads ---------------------------------------------------------------------------------------------------------
 
+    def about_to_load(self, req_id: str) -> LoadPlan | None:
+        """Where the blocks lie that were found for a request, which loads them, or those of them that come first, as
+        soon as the engine has room for it; None where not all of them are in the pool, or there are several groups.
+        """
+        request = self._requests.get(req_id)
+        if request is None or request.phase is not _ANSWERED or self._windowed is not None:
+            return None
+        pins = request.pins
+        if pins is None or pins.extents:
+            return None
+        return LoadPlan.of(
+            pins.generation, pins.offsets, pins.epochs, (), np.fromiter(request.found.values(), np.int64)
+        )
+
     def prepare_load(self, req_id: str, keys: Collection[bytes]) -> LoadPlan | None:
         """Where the keys lie; None where they are not all pinned for this request. The pins stay until `load_done`."""
         request, windows = self._requests.get(req_id), self._requests.get(_windows_of(req_id))

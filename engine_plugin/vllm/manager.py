@@ -42,6 +42,7 @@ from engine_plugin.vllm.lookups import Lookups, Verdict
 from engine_plugin.vllm.messages import SlotSpec, WorkerReport, no_slots
 from engine_plugin.vllm.offers import Offers
 from engine_plugin.vllm.pd import PrefillDecode
+from engine_plugin.vllm.plan import LoadPlan
 from engine_plugin.vllm.rates import LoadPolicy, Steps
 from engine_plugin.vllm.rest import Rest
 from engine_plugin.vllm.runs import by_group, group_of
@@ -166,7 +167,6 @@ class KVStoreManager(OffloadingManager):
         self._last_offered: dict[str, dict[int, tuple[int, OffloadKey]]] = {}
         self._alive: dict[str, ReqContext] = {}
         self._gave_way_at = 0.0
-        self._planned: SlotSpec | None = None
         self._counts: Counter[tuple[str, str]] = Counter()
         self.hook_errors: Counter[str] = Counter()
 
@@ -236,20 +236,18 @@ class KVStoreManager(OffloadingManager):
             limited_log("load", logging.ERROR, "kvstore: a load was asked for blocks that are not pinned; it will fail")
             return no_slots(req_context.req_id)
         self._note_offered(list(keys), req_context, len(keys))
-        self._planned = SlotSpec(
-            plan.generation,
-            plan.offsets,
-            plan.epochs,
-            req_id=req_context.req_id,
-            format=self._format,
-            extents=plan.extents,
-        )
-        return self._planned
+        return self._slots_of(plan, req_context.req_id)
 
-    def take_only_load(self) -> SlotSpec | None:
-        """The load that was planned last, where the engine has nothing else to do."""
-        planned, self._planned = self._planned, None
-        return planned if len(self._alive) == 1 else None
+    def _slots_of(self, plan: LoadPlan, req_id: str) -> SlotSpec:
+        return SlotSpec(
+            plan.generation, plan.offsets, plan.epochs, req_id=req_id, format=self._format, extents=plan.extents
+        )
+
+    @guarded(nothing)
+    def only_load(self, req_id: str) -> SlotSpec | None:
+        """What a request will load as soon as it has memory, where the engine has nothing else to do."""
+        plan = self._lookups.about_to_load(req_id) if len(self._alive) == 1 else None
+        return self._slots_of(plan, req_id) if plan is not None else None
 
     @guarded(nothing)
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:

@@ -233,8 +233,8 @@ class KVStoreWorker(OffloadingWorker):
         return failed
 
     def expect_load(self, spec: SlotSpec) -> None:
-        """This very object comes with a load of the step that is being made, if nothing comes between: begins to read,
-        where the load will read whole slots.
+        """A load of these slots, or of the first of them, comes with the step that is being made, if nothing comes
+        between: begins to read, where the load will read whole slots.
         """
         arena, layout = self._client.arena, self._layout
         if (
@@ -249,16 +249,19 @@ class KVStoreWorker(OffloadingWorker):
             or int(spec.offsets.max()) + layout.format.slot_bytes > arena.size_bytes
         ):
             return
-        self._expect(spec)
+        self._expect(None)
+        self._expected = spec
         self._engine.use_pool(arena)
         starts = spec.offsets.astype(np.uint64, copy=False) + np.uint64(arena.address + layout.part)
         self._engine.expect_load(starts, layout.format.part_bytes)
 
     def _expect(self, spec: SlotSpec | None) -> None:
-        """What was read for another load is not used: another lease may have been needed for it."""
-        if self._expected is not spec:
+        """What was read is used by a load that begins with the same slots in the same epochs only: where these still
+        have them when it ends, nothing has been written to them since before it was read.
+        """
+        if self._expected is None or spec is None or not _begin_alike(self._expected, spec):
             self._engine.expect_nothing()
-        self._expected = spec
+            self._expected = None
 
     @property
     def loading(self) -> bool:
@@ -386,7 +389,7 @@ class KVStoreWorker(OffloadingWorker):
             raise ValueError("a slot lies outside of the pool")
         self._engine.use_pool(arena)
         if is_load:
-            self._expect(spec if spec is self._expected else None)
+            self._expect(spec)
         begin = self._engine.load if is_load else self._engine.store
         together = _Together(over)
         copies = self._under_way[job_id] = []
@@ -465,3 +468,13 @@ class KVStoreWorker(OffloadingWorker):
             limited_log("load", logging.WARNING, "kvstore: a load failed (%s); it is computed instead", outcome.problem)
         else:
             self._report.loads_done[spec.req_id] = outcome.time_s
+
+
+def _begin_alike(one: SlotSpec, other: SlotSpec) -> bool:
+    """Whether as many slots as the shorter of two has are the same in both, in the same epochs."""
+    common = slice(min(len(one.offsets), len(other.offsets)))
+    return (
+        one.generation == other.generation
+        and np.array_equal(one.offsets[common], other.offsets[common])
+        and np.array_equal(one.epochs[common], other.epochs[common])
+    )

@@ -5,9 +5,11 @@ from __future__ import annotations
 import queue
 import random
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -104,6 +106,64 @@ def test_of_a_load_that_has_ended_the_scheduler_hears_at_once_where_its_worker_i
     one.settle()
     assert one.outputs["again"] == answer and one.counts["hit_blocks"] == BLOCKS
     assert not one.manager._copies_s
+
+
+@pytest.mark.parametrize("near", [True, False])
+def test_vllms_loop_does_not_pause_after_the_end_of_a_load(
+    rigs: Rigs, monkeypatch: pytest.MonkeyPatch, near: bool
+) -> None:
+    from vllm.v1.engine import core
+
+    from engine_plugin.vllm import nearby
+
+    slept: list[float] = []
+    monkeypatch.setattr(time, "sleep", slept.append)
+    monkeypatch.setattr(core, "time", time)
+    if not near:
+        monkeypatch.setattr(nearby, "only_worker", lambda _engine_id: None)
+    one, _ = loading(rigs)
+    loop = mock.Mock()
+    loop.step_fn.return_value = None, False
+
+    core.EngineCoreProc._process_engine_step(loop)
+    assert slept == [0.001]
+    one.copies.end_one(True)
+    one.step()
+    core.EngineCoreProc._process_engine_step(loop)
+    core.EngineCoreProc._process_engine_step(loop)
+    assert slept == [0.001, 0 if near else 0.001, 0.001]
+
+
+def test_a_worker_that_is_near_reads_before_vllm_has_found_memory_for_a_load(
+    rigs: Rigs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+
+    from engine_plugin.vllm.worker import KVStoreWorker
+
+    happened: list[Any] = []
+    allocate = KVCacheManager.allocate_slots
+
+    def allocated(self: Any, *args: Any, **kwargs: Any) -> Any:
+        happened.append("memory")
+        return allocate(self, *args, **kwargs)
+
+    monkeypatch.setattr(KVStoreWorker, "expect_load", lambda _self, spec: happened.append(spec))
+    monkeypatch.setattr(KVCacheManager, "allocate_slots", allocated)
+    one, answer = loading(rigs)
+    specs = [each for each in happened if each != "memory"]
+    assert [spec.req_id for spec in specs] == ["again"] and happened[-2:] == [specs[0], "memory"]
+    assert len(specs[0].offsets) == BLOCKS and specs[0].generation
+    one.copies.end_one(True)
+    one.settle()
+    assert one.outputs["again"] == answer
+
+    happened.clear()
+    assert one.reset(connector=False)
+    for name in ("a", "b"):  # of two loads one is read first, and nobody knows which
+        one.add(name, tokens(1))
+    one.settle()
+    assert set(happened) == {"memory"}
 
 
 def test_a_load_that_has_failed_is_told_of_with_a_step(rigs: Rigs) -> None:

@@ -202,7 +202,9 @@ def test_a_rank_reads_its_part_of_what_is_on_the_disk(rig: Rig, tmp_path: Path) 
     assert rig.load([10, 2, 11, 7], [4, 0], extents=(None, extent)).loads_failed == {"r": "damaged"}
 
 
-def test_what_is_read_before_a_load_is_for_that_very_load(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_read_before_a_load_is_for_the_same_slots_in_the_same_epochs(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[Any] = []
     engine = rig.worker._engine
     monkeypatch.setattr(engine, "expect_load", lambda starts, size: asked.append((starts.tolist(), size)))
@@ -218,8 +220,19 @@ def test_what_is_read_before_a_load_is_for_that_very_load(rig: Rig, monkeypatch:
     assert asked.pop() is None  # the step is over
     rig.worker.expect_load(spec)
     asked.clear()
-    rig.load([10, 2, 11, 7], [4, 2])  # equal, but of another lease, perhaps
-    assert asked == [None]
+    rig.worker.submit_load(3, rig.slots([4], req_id="r"), rig.blocks([10, 2], 0))  # less was found room for
+    assert asked == []
+    rig.finish(3)
+    for slots, changes in (
+        ([4, 2], {"epochs": spec.epochs + np.uint32(1)}),
+        ([4, 2], {"generation": b"before"}),
+        ([2, 4], {}),
+    ):
+        rig.worker.expect_load(spec)
+        asked.clear()
+        rig.worker.submit_load(4, rig.slots(slots, req_id="r", **changes), rig.blocks([10, 2, 11, 7], 0))
+        assert asked == ([] if "generation" in changes else [None])  # that is no load at all
+        rig.finish(4)
     rig.worker.expect_load(spec)
     asked.clear()
     rig.worker.get_finished()
