@@ -6,8 +6,8 @@ that is being copied down has a pin, a slot that is being filled from below is t
 Copy-down
     Along the tiers, one after the other, in the order that was configured. ``through``: a block is copied down as soon
     as it is committed. ``back``: when its turn to leave has come. Either way the queue is bounded, in bytes; what does
-    not fit is copied when there is room again, or lost (counted) if its turn to leave comes before. Loads never wait
-    for a store.
+    not fit, and what a tier does not take now, is copied when there is time for it, or lost (counted) if its turn to
+    leave comes before. Loads never wait for a store.
 Promotion
     One for each key, however many ask. It ends with the block in the pool, or with the knowledge that it cannot be had;
     in both cases whoever waits for the key looks again. A key that could not be read is not tried again for RETRY_S.
@@ -20,6 +20,7 @@ import asyncio
 import contextlib
 import dataclasses
 import enum
+import itertools
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from typing import Final
@@ -28,6 +29,7 @@ from kvstore.clock import Clock
 from kvstore.directory import Block, BlockState, Keyspace, Promotion, Share
 from kvstore.gauge import Gauge, read_bytes
 from kvstore.pool import Pool
+from kvstore.postponed import Postponed
 from kvstore.tier import ReadOutcome, Tier, TierState, WriteOutcome
 
 #: Share of the pool that may be pinned by copy-down, and taken by promotion.
@@ -129,8 +131,7 @@ class Transfers:
         self._coming_from: Counter[str] = Counter()  # those bytes, by tier
         #: Blocks to copy down, oldest first.
         self._queue: deque[_Copy] = deque()
-        #: Blocks that found the queue full, oldest first, and where they are to go.
-        self._later: dict[Block, tuple[Tier, ...]] = {}
+        self._postponed = Postponed(self._below, self._go_on)
         self._writing = 0
         self._failed: dict[bytes, float] = {}
         #: Names that are being removed: until that is done, the tiers may still have them, and nobody may get them.
@@ -156,7 +157,7 @@ class Transfers:
         if self._policy is WritePolicy.THROUGH:
             for block in blocks:
                 if not block.keyspace.namespace.pool_only and not self._enqueue(block, leaves=False):
-                    self._later[block] = self._below
+                    self._postponed.add(block, self._below)
         elif self._pool.arena.size_bytes - self._pool.used_bytes < self._clean_bytes:
             self._clean_ahead()
         self._start_writing()
@@ -179,11 +180,11 @@ class Transfers:
 
     def _leaves(self, block: Block) -> None:
         """The pool frees a block now."""
-        later = self._later.pop(block, None)
+        waited = self._postponed.forget(block)
         if block.keyspace.namespace.pool_only:
             return
         if block.below:
-            self.counts["not_kept"] += later is not None
+            self.counts["not_kept"] += waited
             # From now on the copy below is the only one: its recency is that of this block.
             for tier in self._below:
                 tier.touch([block.name])
@@ -197,7 +198,7 @@ class Transfers:
             return False
         if self._queued_bytes >= self._bytes_max:
             return False
-        self._later.pop(block, None)
+        self._postponed.forget(block)
         self._queued_bytes += size
         block.pins += 1
         self.held.add(block)
@@ -207,12 +208,13 @@ class Transfers:
 
     def _catch_up(self) -> None:
         """What was stored faster than it could be copied is copied when there is time for it."""
-        while self._later and self._queued_bytes < self._bytes_max:
-            block = next(iter(self._later))
-            tiers = self._later.pop(block)
-            # Where it goes to some tiers only, it has a copy in another one.
-            if block.state is BlockState.READY and (tiers != self._below or not block.below):
-                self._enqueue(block, leaves=False, tiers=tiers)
+        while self._queued_bytes < self._bytes_max and (next_one := self._postponed.take()) is not None:
+            block, tiers = next_one
+            self._enqueue(block, leaves=False, tiers=tiers)
+
+    def _go_on(self) -> None:
+        self._catch_up()
+        self._start_writing()
 
     def _start_writing(self) -> None:
         while self._queue and self._writing < _WRITES:
@@ -227,6 +229,7 @@ class Transfers:
     async def _copy_down(self, batch: list[_Copy]) -> None:
         # A tier that raises has a defect, and nobody knows what still reads these slots.
         lost = {copy.block for copy in batch}
+        refused: dict[Tier, list[Block]] = {}
         try:
             lost_here: set[Block] = set()
             for tier in self._below:
@@ -263,6 +266,12 @@ class Transfers:
                     for block, outcome in zip(blocks, outcomes, strict=True)
                     if outcome is WriteOutcome.STORED
                 ]
+                if WriteOutcome.THROTTLED in outcomes:
+                    refused[tier] = list(
+                        itertools.compress(blocks, (outcome is WriteOutcome.THROTTLED for outcome in outcomes))
+                    )
+                elif stored:
+                    self._postponed.took(tier)
                 if self._measures and stored and self.gauge.s_per_byte(tier.name) is None:
                     self._spawn(self.gauge.try_out(tier, stored))
                 if removed:
@@ -292,8 +301,9 @@ class Transfers:
                 self._pool.unpin(block)
                 if cold and block.state is BlockState.READY and not block.pins:
                     self._pool.remove(block, "evicted")
-            self._catch_up()
-            self._start_writing()
+            for tier, blocks in refused.items():
+                self._postponed.refused(tier, [block for block in blocks if block.state is BlockState.READY])
+            self._go_on()
             self._room_made()
 
     # -- up --------------------------------------------------------------------------------------------------------
@@ -433,7 +443,7 @@ class Transfers:
                 else:
                     others = tuple(keeper for keeper in self._keepers if keeper is not tier)
                     if others and not self._enqueue(block, leaves=False, tiers=others):
-                        self._later[block] = others
+                        self._postponed.add(block, others)
             else:
                 self._pool.give_back(promotion.group, promotion.offset)
         if outcome in (ReadOutcome.FAILED, ReadOutcome.BUFFER_LOST):

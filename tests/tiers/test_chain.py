@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvstore.directory import BlockState
+from kvstore.postponed import AGAIN_S
 from kvstore.testing.tiers import DictTier, Fault, FaultyTier
 from kvstore.tier import TierState
 from tests.tiers.test_transfers import Bench
@@ -50,6 +51,43 @@ def test_copies_go_along_the_order(chain: Chain) -> None:
         assert chain.second.calls["write"] == 0
     chain.settle()
     assert chain.in_tier() == chain.in_second() == {b"a"}
+
+
+def test_what_a_tier_takes_only_later_is_copied_then(chain: Chain) -> None:
+    """It reads its index, say. What is stored meanwhile must not wait for its turn to leave the pool."""
+    chain.tier.force_state(TierState.LOADING)
+    chain.store(b"a", b"b")
+    chain.store(b"c", b"gone")
+    chain.run(chain.hierarchy.delete_everywhere(chain.keyspace, [b"gone"]))
+    assert (chain.in_tier(), chain.in_second()) == (set(), {b"a", b"b", b"c"})
+    for _ in range(3):
+        chain.loop.advance(AGAIN_S)
+        chain.settle()
+    assert not chain.in_tier() and chain.tier.calls["write"] >= 2 + 3
+    chain.tier.force_state(None)
+    chain.loop.advance(AGAIN_S)
+    chain.settle()
+    assert chain.in_tier() == chain.in_second() == {b"a", b"b", b"c"}
+    calls = chain.tier.calls["write"]
+    chain.loop.advance(10 * AGAIN_S)
+    chain.settle()
+    assert chain.tier.calls["write"] == calls  # nothing is left to be offered
+
+
+def test_what_was_refused_goes_down_with_the_next_that_is_taken(chain: Chain) -> None:
+    chain.tier.inject("write", Fault.THROTTLED, count=2)
+    chain.store(b"a", b"b", b"c")
+    assert chain.in_tier() == {b"c"}
+    chain.store(b"d")
+    assert chain.in_tier() == {b"a", b"b", b"c", b"d"}
+
+
+def test_what_was_refused_and_leaves_is_counted(chain: Chain) -> None:
+    chain.tier.inject("write", Fault.THROTTLED)
+    chain.store(b"a")
+    assert chain.hierarchy.transfers.counts["not_kept"] == 0
+    chain.hierarchy.pool.evict(chain.arena.size_bytes, 1000)
+    assert chain.hierarchy.transfers.counts["not_kept"] == 1
 
 
 def test_a_tier_that_fails_keeps_nothing_from_the_next(chain: Chain) -> None:
