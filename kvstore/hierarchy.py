@@ -73,6 +73,8 @@ class Hierarchy:
         self.counts = Counts()
         self.draining = False
         self._progress: asyncio.Future[None] | None = None
+        #: What tiers are asked for selects, some of which no longer wait for the answer.
+        self._questions: set[asyncio.Task[int]] = set()
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
@@ -175,6 +177,22 @@ class Hierarchy:
         parent = keys[ready - 1] if ready else None
         return await self.transfers.promote(session.group, keyspace, keys[ready:], parent, from_peer=from_peer)
 
+    async def _promote_within(
+        self, wait_s: float, session: Session, keyspace: Keyspace, keys: Sequence[bytes], ready: int
+    ) -> int | None:
+        """As _promote; None where the tiers have not said so soon what they have. They go on: they have deadlines of
+        their own, by which they also learn that a server is away, and what they have is there for the next caller.
+        """
+        question = asyncio.get_running_loop().create_task(self._promote(session, keyspace, keys, ready))
+        self._questions.add(question)
+        question.add_done_callback(self._questions.discard)
+        try:
+            await asyncio.wait({question}, timeout=wait_s)
+        except asyncio.CancelledError:
+            question.cancel()
+            raise
+        return question.result() if question.done() else None
+
     async def select(
         self,
         session: Session,
@@ -205,12 +223,12 @@ class Hierarchy:
             if missing is None or left <= 0 or self.draining:
                 break
             if missing not in keyspace.blocks and self.transfers.tiers_of(keyspace):
-                pending = await self._promote(session, keyspace, keys, len(run))
+                pending = await self._promote_within(left, session, keyspace, keys, len(run))
                 if session.ended or request_id in session.forgotten:
                     return None
                 left = deadline - loop.time()
                 # Whatever came up meanwhile woke nobody, since nobody waited yet: look before waiting.
-                if missing in keyspace.blocks or left <= 0:
+                if pending is None or missing in keyspace.blocks or left <= 0:
                     continue
                 if pending and missing not in keyspace.coming:
                     left = min(left, _NO_ROOM_S)  # there was no room to bring it up; nobody tells when there is

@@ -253,17 +253,31 @@ def test_the_time_in_which_tiers_are_asked_is_part_of_a_selects_time(
         await answers.wait()
         return await stat(names)
 
+    bench.store(b"a")
+    bench.leave_pool(b"a")
     monkeypatch.setattr(bench.tier, "stat", slowly)
-    task = bench.start(bench.hierarchy.select(bench.session, bench.keyspace, [b"a"], drop=False, wait_s=3))
-    bench.settle()
+
+    def select(key: bytes) -> asyncio.Task[Lease | None]:
+        return bench.start(bench.hierarchy.select(bench.session, bench.keyspace, [key], drop=False, wait_s=3))
+
+    absent, late, gone = select(b"absent"), select(b"a"), select(b"a")
     assert asked.is_set()
+    gone.cancel()
+    bench.settle()
+    assert gone.cancelled()
     bench.loop.advance(2.5)
+    assert not absent.done() and not late.done()
+    bench.loop.advance(0.6)
+    assert absent.done() and absent.result() is None  # and not when the tier answers
+    assert late.done() and late.result() is None
     answers.set()
     bench.settle()
-    assert not task.done()
+    bench.check_lease(bench.ask(b"a")[0], b"a")  # what was asked for came up all the same
+    patient = select(b"never")
+    bench.loop.advance(2.5)
+    assert not patient.done()
     bench.loop.advance(0.6)
-    bench.settle()
-    assert task.done() and task.result() is None
+    assert patient.done() and patient.result() is None
 
 
 def test_a_buffer_that_a_hung_read_may_still_write_is_never_used_again(bench: Bench) -> None:
