@@ -14,7 +14,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Final, Self
@@ -166,6 +166,12 @@ class Client(EngineCalls):
     def draining(self) -> bool:
         """Whether the daemon is stopping: it hands out no more slots, and waits for those that are held."""
         return self._connection.draining
+
+    def when_draining(self, call: Callable[[], None]) -> None:
+        """Has a function called whenever a daemon says that it stops, by a thread of this client, which it must not
+        keep waiting. `draining` is true by then.
+        """
+        self._connection.when_draining(call)
 
     @property
     def generation(self) -> bytes | None:

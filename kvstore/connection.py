@@ -108,6 +108,7 @@ class Connection:
         self._last_error: KVStoreError | None = None
         self._closed = False
         self._draining = False
+        self._draining_calls: list[Callable[[], None]] = []
         self._stream: Any = None
         #: Requests that are to be forgotten, each with its session. A thread is there while there are any.
         self._given_up: list[tuple[int, Attached]] = []
@@ -133,6 +134,10 @@ class Connection:
     def draining(self) -> bool:
         """Whether the daemon has said that it is stopping."""
         return self._draining
+
+    def when_draining(self, call: Callable[[], None]) -> None:
+        """As Client.when_draining."""
+        self._draining_calls.append(call)
 
     @property
     def forked(self) -> bool:
@@ -369,7 +374,10 @@ class Connection:
                 if event.HasField("population") and isinstance(attached.arena, ArenaView):
                     attached.arena.populated_bytes = event.population.populated_bytes
                     self._population.set()
-                self._draining |= event.HasField("draining")
+                if event.HasField("draining"):
+                    self._draining = True
+                    for call in self._draining_calls:
+                        call()
         except grpc.RpcError as gone:
             # The daemon has gone, or this client was closed. gRPC raises the stream itself, which this client keeps:
             # its traceback would keep this frame, and with it the mapping.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import queue
 import secrets
 import threading
@@ -11,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final, NamedTuple, Self
 
 from kvstore.buffer.prefix import Answer, Prefixes, is_prefix, selected
 from kvstore.buffer.records import Draft, Head, Lost, Records, namespace_of
@@ -28,8 +29,11 @@ _WAIT_S: Final = 60.0
 _PAUSE_S: Final = 0.05
 #: Longest single wait for room; between two of them it is seen whether the buffer was closed.
 _ROOM_S: Final = 1.0
-#: How long an entry that could not be brought up is left alone.
+#: How long an entry that could not be brought up is left alone; the daemon tries no sooner (RETRY_S in transfers).
+#: Nothing tells when a disk or Redis is well again, so who waits looks again after this long.
 _ABSENT_S: Final = 5.0
+#: Between two looks at a daemon that stops, which lets nobody wait.
+_DRAINING_S: Final = 0.1
 #: How old the list may be that an entry is taken from.
 #: Within that time one that was given back may be passed over for a younger one.
 _FRESH_S: Final = 0.01
@@ -48,9 +52,22 @@ class _Job:
     ticket: Ticket
 
 
-#: Generation of a list, and the entries of it that nobody has claimed, in the order in which they came: a place means
-#: something else in another life of the pool.
-_Listed = tuple[bytes, list[tuple[bytes, Spot]]]
+class _Draining:
+    """The daemon is stopping, and waits for slots that are held."""
+
+
+class _Listed(NamedTuple):
+    """What nobody had claimed, at one moment.
+
+    Attributes:
+        generation: A place means something else in another life of the pool.
+        seen: Number of the last change that is in it.
+        spots: In the order in which they came.
+    """
+
+    generation: bytes
+    seen: int
+    spots: list[tuple[bytes, Spot]]
 
 
 class LookupBuffer:
@@ -116,7 +133,9 @@ class LookupBuffer:
         self._looked = float("-inf")  # when it was brought up to date
         self._heads: dict[bytes, Head] = {}  # of entries in the list
         self._absent: dict[bytes, float] = {}  # entries in the list that could not be had, and until when
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        #: What the thread is to store; _Draining: the daemon stops; None: this was all.
+        self._jobs: queue.SimpleQueue[_Job | _Draining | None] = queue.SimpleQueue()
+        self._client.when_draining(functools.partial(self._jobs.put, _Draining()))
         self._waiting_bytes = 0  # guarded by the lock
         # Of the thread below:
         self._stored: dict[bytes, int] = {}  # bytes of what this object inserted, by key
@@ -172,7 +191,9 @@ class LookupBuffer:
             while not ended and (not batch or not self._jobs.empty()):
                 job = self._jobs.get()
                 ended = job is None
-                if job is not None:
+                if isinstance(job, _Draining):
+                    self._records.give_stock_back()
+                elif job is not None:
                     batch.append(job)
             if not batch:
                 continue
@@ -259,33 +280,47 @@ class LookupBuffer:
         tokens = selected(input_tokens, roi)
         query = None if tokens is None else Prefixes(tokens)
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        wait_s = 0.0  # the first look does not wait
-        told, spots = self._recent()  # and is not needed where something matches that was listed just now
+        listed = self._recent()  # no call is needed where something matches that was listed just now
+        looked = not listed.spots
+        if looked:
+            listed = self._look(0.0, listed)
         while True:
-            for key, spot, head in self._known(*((told, spots) if spots else self._look(wait_s))):
+            for key, spot, head in self._known(listed):
                 if self._answers(head, query) and (entry := self._take(key, spot, head, query)) is not None:
                     return entry
-            if spots:
-                spots = []
-                continue
             wait_s = _WAIT_S if deadline is None else min(_WAIT_S, deadline - time.monotonic())
-            if wait_s <= 0:
+            if not looked:
+                wait_s, looked = 0.0, True
+            elif wait_s <= 0:
                 return None
+            if self._left_alone(listed):
+                wait_s = min(wait_s, _ABSENT_S)
+            if self._client.draining:
+                time.sleep(min(wait_s, _DRAINING_S))
+            listed = self._look(wait_s, listed)
+
+    def _left_alone(self, listed: _Listed) -> bool:
+        """Whether entries are among these that could not be had."""
+        with self._lock:
+            return any(key in self._absent for key, _ in listed.spots)
 
     def _recent(self) -> _Listed:
         """What nobody had claimed a moment ago."""
         with self._lock:
             if time.monotonic() - self._looked > _FRESH_S:
-                return self._told, []
+                return _Listed(self._told, self._list.seen, [])
             return self._unclaimed()
 
     def _unclaimed(self) -> _Listed:
-        return self._told, [item for item in self._list.spots.items() if not item[1].claimed]
+        spots = [item for item in self._list.spots.items() if not item[1].claimed]
+        return _Listed(self._told, self._list.seen, spots)
 
-    def _look(self, wait_s: float) -> _Listed:
-        """What nobody has claimed."""
+    def _look(self, wait_s: float, known: _Listed) -> _Listed:
+        """What nobody has claimed; waits until that may be more than what the caller knows."""
         with self._lock:
             seen = self._list.seen
+            if wait_s > 0 and (self._told, seen) != known[:2]:
+                return self._unclaimed()  # another thread was told of it: nobody will be told again
         changes = self._client.follow(seen, wait_s, wanted="coming")
         with self._lock:
             if changes.generation != self._told or changes.changes > self._list.seen:  # another thread may be ahead
@@ -296,18 +331,18 @@ class LookupBuffer:
             self._looked = time.monotonic()
             return self._unclaimed()
 
-    def _known(self, told: bytes, spots: list[tuple[bytes, Spot]]) -> Iterator[tuple[bytes, Spot, Head]]:
+    def _known(self, listed: _Listed) -> Iterator[tuple[bytes, Spot, Head]]:
         """The heads of entries, read where they are new. Those that have left the pool come up again, all at once."""
         brought: dict[bytes, Head] | None = None
-        for place, (key, spot) in enumerate(spots):
+        for place, (key, spot) in enumerate(listed.spots):
             with self._lock:
                 head = self._heads.get(key)
             if head is None:
                 with contextlib.suppress(Damage):
-                    head = self._records.head_at(spot, told)
+                    head = self._records.head_at(spot, listed.generation)
             if head is None:
                 if brought is None:
-                    brought = self._brought([key for key, _ in spots[place:]])
+                    brought = self._brought([key for key, _ in listed.spots[place:]])
                 head = brought.get(key)
             if head is not None:
                 with self._lock:
@@ -349,13 +384,15 @@ class LookupBuffer:
     def _take(self, key: bytes, spot: Spot, head: Head, query: Prefixes | None) -> Entry | None:
         """One attempt to be the winner; None where somebody else was, or the entry is not whole any more."""
         if spot.resting and not self._records.heads([key]):  # brings it up
+            with self._lock:
+                self._absent[key] = time.monotonic() + _ABSENT_S
             return None
         lease = self._client.claim([key])
         # What others do to it later is told by the next look.
         with self._lock:
             if lease.id:
                 self._list.spots.pop(key, None)
-            elif key in self._list.spots:
+            elif self._list.spots.get(key) is spot:  # else: there is later news of it, that it was given back say
                 self._list.spots[key] = spot._replace(claimed=True)
         if not lease.id:
             return None

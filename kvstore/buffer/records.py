@@ -331,6 +331,10 @@ class Records:
             heads.append(draft.head_block(own))
         return heads
 
+    def give_stock_back(self) -> None:
+        """As Slots.give_stock_back. For one thread at a time."""
+        self._slots.give_stock_back()
+
     def mark(self, key: bytes, *, keep: bool = True) -> None:
         """Stores a block that says everything by its name. For one thread at a time.
 

@@ -81,6 +81,16 @@ class Slots:
                 raise Refused(more.shortfall or "pinned")
         return self._cut(kv_group, count)
 
+    def give_stock_back(self) -> None:
+        """Returns what is in stock. For a daemon that stops, which waits for it and gives no more.
+
+        A pipe keeps its own: its ends hold claims that the daemon waits for anyway, and what is on its way can be
+        received for as long as there are slots for cursors.
+        """
+        for kv_group in range(len(_STOCK)):
+            if self._offsets[kv_group]:
+                self.give_back(kv_group, self._cut(kv_group, len(self._offsets[kv_group])))
+
     def give_back(self, kv_group: int, taken: Taken) -> None:
         """Returns slots to the pool."""
         try:

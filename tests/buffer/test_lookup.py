@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstore.buffer import LookupBuffer
+from kvstore.buffer import LookupBuffer, lookup
 from kvstore.buffer.records import LARGE, Draft, namespace_of
 from kvstore.errors import ClientClosed, InvalidRequest, LimitExceeded
 from tests.buffer.samples import lose, same
@@ -172,6 +172,48 @@ def test_sixteen_callers_and_one_winner_for_each_entry(served: Daemon, name: str
         assert buffer.drop_select(None, None, 0) is None
 
 
+def test_what_another_thread_was_told_of_meanwhile_is_not_waited_for(
+    served: Daemon, buffer: LookupBuffer, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Threads share one list of entries: news that came while one of them looked through an older one."""
+    monkeypatch.setattr(lookup, "_WAIT_S", 200.0)  # beyond this test's own limit
+    known = buffer._known
+    with LookupBuffer(name, served.endpoint) as other:
+
+        def slowly(listed: Any) -> Any:
+            monkeypatch.setattr(buffer, "_known", known)
+            yield from known(listed)
+            put(other, np.arange(5), 7)
+            buffer._look(0.0, listed)  # as another thread does
+
+        monkeypatch.setattr(buffer, "_known", slowly)
+        put(other, np.arange(50, 60), 1)
+        assert mark_of(buffer.drop_select(np.arange(5))) == 7
+        assert mark_of(buffer.drop_select()) == 1
+
+
+def test_news_of_an_entry_that_was_given_back_are_kept(
+    served: Daemon, buffer: LookupBuffer, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One thread learns too late that it did not win: another knows already that the winner gave it back."""
+    monkeypatch.setattr(lookup, "_WAIT_S", 200.0)
+    claim = buffer._client.claim
+    with LookupBuffer(name, served.endpoint) as other:
+
+        def late(keys: list[bytes]) -> Any:
+            monkeypatch.setattr(buffer._client, "claim", claim)
+            won = other._client.claim(keys)
+            lost = claim(keys)
+            assert won.id and not lost.id
+            other._client.release([won])
+            buffer._look(0.0, buffer._recent())
+            return lost
+
+        monkeypatch.setattr(buffer._client, "claim", late)
+        put(other, np.arange(5), 7)
+        assert mark_of(buffer.drop_select(np.arange(5))) == 7
+
+
 def test_of_sixteen_that_do_not_wait_one_wins(buffer: LookupBuffer) -> None:
     put(buffer, np.arange(5), 1)
     barrier = threading.Barrier(16)
@@ -275,3 +317,10 @@ def test_bad_input_is_named(buffer: LookupBuffer) -> None:
         buffer.insert(None, None, [1], None, None)
     with pytest.raises(InvalidRequest, match="timeout_s"):
         buffer.drop_select(None, None, -1)
+
+
+def test_a_daemon_that_stops_does_not_wait_for_empty_slots_of_a_buffer(name: str) -> None:
+    with running_daemon("--drain-s", "600") as daemon, LookupBuffer(name, daemon.endpoint) as buffer:
+        put(buffer, np.arange(3), 0)
+        assert daemon.stats()["reserved_slots"]
+        assert daemon.stop() == 0

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstore.buffer import LookupBuffer, Pipe
+from kvstore.buffer import LookupBuffer, Pipe, lookup
 from kvstore.errors import InvalidRequest, PipeBroken, RetryLater
 from tests.buffer.samples import same, sample
 from tests.support import PATIENCE_S, Daemon, eventually, running_daemon
@@ -100,6 +100,27 @@ def test_an_entry_whose_removal_nobody_confirmed_is_not_handed_out(
             context.setattr(buffer._records, "read", dying)
             with pytest.raises(RetryLater):
                 buffer.drop_select(None, None, 0)
+
+
+def test_who_waits_looks_again_for_an_entry_that_could_not_be_brought_up(
+    deep: Daemon, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that is well again tells nobody."""
+    monkeypatch.setattr(lookup, "_ABSENT_S", 0.05)
+    with LookupBuffer(name, deep.endpoint) as buffer:
+        put(buffer, range(1))
+        empty_pool(deep)
+    with LookupBuffer(name, deep.endpoint) as buffer:
+        present, asked = buffer._client.present, []
+
+        def ill(keys: list[bytes]) -> list[bool]:
+            asked.append(len(keys))
+            return present(keys) if len(asked) > 2 else [False] * len(keys)
+
+        monkeypatch.setattr(buffer._client, "present", ill)
+        entry = buffer.drop_select(None, None, 600)  # far beyond this test's own limit
+        assert entry is not None and all(map(same, entry, tensors(0)))
+        assert asked == [1, 1, 1]
 
 
 def test_an_entry_that_is_nowhere_any_more_is_passed_over(deep: Daemon, name: str) -> None:
