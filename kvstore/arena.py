@@ -10,7 +10,7 @@ Waste
 Budget
     The byte budget covers the mapping, the epoch table, this process's page tables and BOOKKEEPING_BYTES for each slot
     that exists. Where blocks are so small that bookkeeping outgrows what was set aside for it, free granules are
-    retired.
+    retired; they come back when no process is left that had the mapping then.
 Epochs
     A table of its own, which only the daemon can write. A slot's epoch changes when the slot is handed to a writer, and
     all epochs of a segment's range when it is opened; a reader that finds another value after its copy than the one it
@@ -19,6 +19,7 @@ Epochs
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import os
 import weakref
@@ -56,6 +57,9 @@ BOOKKEEPING_BYTES: Final = 400
 #: Set aside for bookkeeping from the start: enough for blocks of 80 KiB and more.
 _BOOKKEEPING_SHARE: Final = 0.005
 POOL_BYTES_MIN: Final = 16 << 20
+
+#: Retired granules that come back in one step: giving them memory takes some 10 ms.
+_TAKEN_BACK_MAX: Final = 32
 
 _UNPOPULATED, _FREE, _USED, _RETIRED = 0, 1, 2, 3
 
@@ -141,8 +145,9 @@ class Arena:
         self.populated_bytes = 0
         #: What of it is on huge pages, as the kernel told once it was populated.
         self.huge_bytes = 0
-        #: Granules whose memory went back to the machine, see _make_room_for_bookkeeping.
-        self.retired_granules = 0
+        self._holders: set[bytes] = set()
+        #: Granules whose memory went back to the machine (see _make_room_for_bookkeeping), and who could see them.
+        self._retired: dict[int, frozenset[bytes]] = {}
 
     @staticmethod
     def _overhead_of(size_bytes: int) -> int:
@@ -160,9 +165,27 @@ class Arena:
         return self.size_bytes - self.retired_granules * GRANULE_BYTES + self.overhead_bytes
 
     @property
+    def retired_granules(self) -> int:
+        """Granules whose memory went back to the machine."""
+        return len(self._retired)
+
+    @property
     def free_granules(self) -> int:
         """Populated granules that belong to no segment."""
         return self._state.count(_FREE)
+
+    # -- other processes -------------------------------------------------------------------------------------------
+
+    def opened_by(self, holder: bytes) -> None:
+        """A process has the mapping. It may have pinned memory of it, as who has a GPU does: that copies from and to
+        the very pages that there were, also when they have gone back to the machine and others came there.
+        """
+        self._holders.add(holder)
+
+    def closed_by(self, holder: bytes) -> None:
+        """It has the mapping no longer."""
+        self._holders.discard(holder)
+        self._take_back_retired()
 
     # -- population ------------------------------------------------------------------------------------------------
 
@@ -305,7 +328,9 @@ class Arena:
             granules = max(least, granules // 2)
             start = self._state.find(bytes([_FREE]) * granules)
         if start < 0:
-            return None
+            before = self.retired_granules
+            self._take_back_retired()
+            return self._open_segment(size_class, slots_wanted) if self.retired_granules < before else None
         segment = Segment(start * GRANULE_BYTES, granules, slot_bytes)
         if not self._make_room_for_bookkeeping(segment):
             return None
@@ -328,7 +353,7 @@ class Arena:
             self._outdate(index * GRANULE_BYTES, GRANULE_BYTES)
             self.memory.discard(index * GRANULE_BYTES, GRANULE_BYTES)
             self._state[index] = _RETIRED
-            self.retired_granules += 1
+            self._retired[index] = frozenset(self._holders)
         return True
 
     def _outdate(self, offset: int, length: int) -> None:
@@ -350,15 +375,19 @@ class Arena:
         self._take_back_retired()
 
     def _take_back_retired(self) -> None:
-        """Retired granules come back as soon as the budget has room for them: large blocks need them again."""
-        while self.retired_granules and self.committed_bytes + GRANULE_BYTES <= self.budget_bytes:
-            index = self._state.find(bytes([_RETIRED]))
+        """Some retired granules come back as soon as the budget has room for them: large blocks need them again. Not
+        while somebody may have pinned the memory that they had before.
+        """
+        free = (index for index, had in sorted(self._retired.items()) if had.isdisjoint(self._holders))
+        for index in itertools.islice(free, _TAKEN_BACK_MAX):
+            if self.committed_bytes + GRANULE_BYTES > self.budget_bytes:
+                return
             try:
                 self.memory.populate(index * GRANULE_BYTES, GRANULE_BYTES)
             except MemoryError:  # somebody else has it now
                 return
             self._state[index] = _FREE
-            self.retired_granules -= 1
+            del self._retired[index]
 
     def close(self) -> None:
         """Gives everything back. Other processes that mapped the pool keep what they mapped."""

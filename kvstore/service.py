@@ -242,10 +242,13 @@ class EngineService(_Servicer, engine_pb2_grpc.EngineServicer):
             return False
         first, session.mapped = not session.mapped, True
         session.group.mapped = True
+        if first:
+            self._hierarchy.arena.opened_by(session_id)
         return first
 
     def mapping_closed(self, session_id: bytes) -> None:
         """That client has ended or given the mapping up."""
+        self._hierarchy.arena.closed_by(session_id)
         try:
             session = self._hierarchy.sessions.session(session_id)
         except KVStoreError:

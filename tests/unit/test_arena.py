@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
+import os
 from collections.abc import Callable, Iterator
 
 import hypothesis.strategies as st
@@ -109,6 +111,41 @@ def test_a_retired_granule_reads_as_zeros_and_takes_bytes_again(new_arena: NewAr
     pool[-8:] = b"12345678"
     assert bytes(pool[-8:]) == b"12345678"
     pool.release()
+
+
+def test_a_retired_granule_stays_so_while_somebody_may_have_pinned_its_memory(new_arena: NewArena) -> None:
+    arena = new_arena(64 * MIB)
+    arena.opened_by(b"one"), arena.opened_by(b"two")
+    small = fill(arena, 4096)
+    retired = arena.retired_granules
+    arena.opened_by(b"late")  # what it pins is what comes back
+    arena.closed_by(b"one")
+    free(arena, small)
+    assert retired and arena.retired_granules == retired
+    taken = fill(arena, GRANULE_BYTES)
+    assert len(taken) == arena.size_bytes // GRANULE_BYTES - retired
+    arena.closed_by(b"two")
+    assert not arena.retired_granules and len(fill(arena, GRANULE_BYTES)) == retired
+
+
+def test_pinned_memory_is_not_the_pools_any_more_once_it_went_back(new_arena: NewArena) -> None:
+    """Why the one before is so: a pipe holds pages as a GPU does that registered them."""
+    arena = new_arena(16 * MIB)
+    pool, last = arena.memory.buffer, arena.size_bytes - 4096
+    pool[last : last + 4] = b"then"
+    reader, writer = os.pipe()
+    try:
+        libc = ctypes.CDLL(None, use_errno=True)
+        piece = (ctypes.c_void_p * 2)(arena.memory.address + last, 4)
+        if libc.vmsplice(writer, piece, ctypes.c_ulong(1), 0) != 4:
+            pytest.skip(f"vmsplice: {os.strerror(ctypes.get_errno())}")
+        arena.memory.discard(last - 4096 * 511, GRANULE_BYTES)
+        arena.memory.populate(last - 4096 * 511, GRANULE_BYTES)
+        pool[last : last + 4] = b"now!"
+        assert os.read(reader, 4) == b"then"
+    finally:
+        os.close(reader), os.close(writer)
+        pool.release()
 
 
 def test_slots_come_from_populated_memory_only() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import signal
@@ -42,6 +43,30 @@ def put(client: kvstore.Client, *names: bytes) -> None:
 
 
 # -- start ---------------------------------------------------------------------------------------------------------
+
+
+def test_memory_that_a_client_may_have_pinned_is_not_the_pools_again_before_it_ends(daemon: Daemon) -> None:
+    """A GPU that has registered the pool copies from and to the pages that it found, whatever has become of them."""
+    eventually(lambda: daemon.stats()["tiers"][0]["state"] == "ok")
+    small, large = (dataclasses.replace(NAMESPACE, model=str(size), block_bytes=size) for size in (4096, 2 << 20))
+
+    def most(client: kvstore.Client) -> int:
+        """How many slots can be had."""
+        taken = []
+        while len(slots := client.reserve(4096).offsets):
+            taken.append(slots)
+        for slots in taken:
+            client.abort(client.generation, slots)
+        return sum(map(len, taken))
+
+    with daemon.connect(large) as early:
+        before = most(early)
+    with daemon.connect(small) as client:
+        assert most(client) > before  # and what that takes in bookkeeping, the machine has got back
+        with daemon.connect(large) as late:
+            assert 0 < most(late) < before
+    with daemon.connect(large) as late:
+        eventually(lambda: most(late) == before)
 
 
 def test_it_serves_before_its_pool_is_populated() -> None:
