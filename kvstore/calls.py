@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import select
 import socket
 import threading
@@ -13,16 +12,18 @@ from collections.abc import Sequence
 from typing import Any, Final, Protocol
 
 import grpc
+import numpy as np
 
 from kvstore.errors import DaemonUnavailable, DeadlineExceeded
+from kvstore.looking import MAY_LOOK
 from kvstore.wire.convert import client_errors
 from kvstore.wire.frames import FAILED, METHODS, NO_ANSWER, Frame, Splitter, error_in, packed
 from kvstore.wire.v1 import admin_pb2_grpc, engine_pb2_grpc
 
-_RECEIVE_BYTES: Final = 1 << 18
+_RECEIVE_BYTES: Final = 1 << 16
 #: How long a caller looks for its answer before it sleeps: most come within 200 us, and a quarter of that is the time
 #: that the kernel takes to put a caller to sleep and to wake it. Only where that takes a CPU from nobody.
-_LOOK_S: Final = 0.0003 if len(os.sched_getaffinity(0)) >= 8 else 0.0
+_LOOK_S: Final = 0.0003 if MAY_LOOK else 0.0
 
 
 class Calls(Protocol):
@@ -120,6 +121,8 @@ class FramedCalls:
         self._gone: str | None = None
         # Of the thread that reads:
         self._splitter = Splitter()
+        #: Kept, since recv() would make one for each call.
+        self._received = np.empty(_RECEIVE_BYTES, np.uint8).data
         self._readable = select.poll()
         self._readable.register(connection, select.POLLIN)
 
@@ -226,7 +229,7 @@ class FramedCalls:
         looks_until = time.monotonic() + _LOOK_S
         while waiting.answer is None and self._gone is None:
             try:
-                data = self._connection.recv(_RECEIVE_BYTES)
+                length = self._connection.recv_into(self._received)
             except BlockingIOError:
                 if time.monotonic() >= looks_until and not self._readable.poll(_ms_until(deadline)):
                     raise self._late() from None
@@ -234,12 +237,12 @@ class FramedCalls:
             except OSError as error:
                 self._end(str(error))
                 return
-            if not data:
+            if not length:
                 self._end("it closed the connection")
                 return
             with self._changed:
                 others = False
-                for frame in self._splitter.feed(data):
+                for frame in self._splitter.feed(self._received[:length]):
                     found = self._waiting.get(frame.number)  # None: that caller's time was up
                     if found is None:
                         continue

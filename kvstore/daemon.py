@@ -34,6 +34,7 @@ from kvstore.handoff_server import HandoffServer
 from kvstore.hierarchy import Hierarchy
 from kvstore.lockfile import SocketLock
 from kvstore.log import get_logger
+from kvstore.looking import MAY_LOOK, LookingSelector
 from kvstore.metrics import MetricsServer
 from kvstore.population import Populator
 from kvstore.service import AdminService, EngineService, Gate, local_methods
@@ -50,6 +51,9 @@ _SERVICES: Final = tuple(
 
 #: Least time that a stopping daemon gives what has to be copied down.
 _SETTLE_S: Final = 1.0
+#: How long the loop looks for the next frame before it sleeps: an engine that loads one block of 8 MiB gives its lease
+#: back within 0.35 ms, and its next call comes right behind. With ten calls a second it takes half a percent of a CPU.
+_LOOK_S: Final = 0.0005
 #: Descriptors of each session: its gRPC connection, that of its mapping, a pidfd, and one over.
 _SESSION_FILES: Final = 4
 #: Of everything else: tiers, listeners, data port.
@@ -71,7 +75,9 @@ def run(settings: Settings) -> int:
         for endpoint in settings.listen:
             if endpoint.is_unix:
                 stack.enter_context(SocketLock(endpoint.path))
-        return asyncio.run(_Daemon(settings).run())
+        selector = LookingSelector(_LOOK_S if MAY_LOOK else 0.0, SystemClock())
+        with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(selector)) as runner:
+            return runner.run(_Daemon(settings, selector.expect).run())
 
 
 def _tune_garbage_collector() -> None:
@@ -97,8 +103,9 @@ def _raise_file_limit(sessions_max: int) -> None:
 class _Daemon:
     """One life of a daemon."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, expect_more: Callable[[], None]) -> None:
         self._settings = settings
+        self._expect_more = expect_more
         self._clock = SystemClock()
         self._started = self._clock.monotonic()
         self._generation = secrets.token_bytes(POOL_LIFE_BYTES)
@@ -223,7 +230,8 @@ class _Daemon:
 
     def _framed_connection(self) -> FramedConnection:
         limit = self._settings.limits.message_bytes_max
-        return FramedConnection(local_methods(self._engine, self._admin), limit, self._gate.count_error)
+        methods = local_methods(self._engine, self._admin)
+        return FramedConnection(methods, limit, self._gate.count_error, self._expect_more)
 
     def _listen(self, server: Any, endpoint: Endpoint) -> Endpoint:
         """Opens one listener; with the port that was chosen where 0 was asked."""

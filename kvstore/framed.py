@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Final, cast
 
+import numpy as np
 from google.protobuf.message import DecodeError
 
+from kvstore.begun import begin
 from kvstore.errors import InvalidRequest, KVStoreError, LimitExceeded
 from kvstore.log import RateLimited, get_logger
 from kvstore.wire.frames import METHOD_OF_NUMBER, NO_ANSWER, OK, Frame, Method, Splitter, packed, packed_error
 
 #: Calls of one connection that may be under way. Most are over before the next is read; what waits (select) adds up.
 _CALLS_MAX: Final = 1024
+_RECEIVE_BYTES: Final = 1 << 16
+#: Calls that one connection begins before others have their turn.
+_TURN_CALLS: Final = 32
 
 log = RateLimited(get_logger("kvstore.framed"))
 
@@ -21,7 +27,7 @@ log = RateLimited(get_logger("kvstore.framed"))
 Methods = Mapping[str, Callable[[Any], Awaitable[Any]]]
 
 
-class FramedConnection(asyncio.Protocol):
+class FramedConnection(asyncio.BufferedProtocol):
     """Reads frames, has them answered, writes the answers. On the daemon's event loop.
 
     Calls are begun in the order in which they came; those that wait overlap. When the connection ends, they are
@@ -30,16 +36,28 @@ class FramedConnection(asyncio.Protocol):
     Args:
         payload_max: Longest request, in bytes.
         refused: Told of each call that fails.
+        expect_more: Told of each call that is over: the next one often comes soon.
 
     Attributes:
         lost: Done when the connection has ended.
     """
 
-    def __init__(self, methods: Methods, payload_max: int, refused: Callable[[KVStoreError], None]) -> None:
+    def __init__(
+        self,
+        methods: Methods,
+        payload_max: int,
+        refused: Callable[[KVStoreError], None],
+        expect_more: Callable[[], None],
+    ) -> None:
         self._methods = methods
+        self._expect_more = expect_more
         self._payload_max = payload_max
         self._refused = refused
         self._splitter = Splitter(payload_max)
+        #: Kept, since asyncio's own would be made for each read, with 256 KiB.
+        self._received = np.empty(_RECEIVE_BYTES, np.uint8).data
+        self._frames: deque[Frame] = deque()  # calls that have come and were not begun
+        self._resting = False  # while others have their turn
         self._calls: set[asyncio.Task[None]] = set()
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
@@ -47,48 +65,76 @@ class FramedConnection(asyncio.Protocol):
         self.lost: asyncio.Future[None] = self._loop.create_future()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Of asyncio.Protocol."""
+        """Of asyncio.BufferedProtocol."""
         self._transport = cast(asyncio.Transport, transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Of asyncio.Protocol."""
+        """Of asyncio.BufferedProtocol."""
         self._transport = None
+        self._frames.clear()
         for call in self._calls:
             call.cancel()
         if not self.lost.done():
             self.lost.set_result(None)
 
     def pause_writing(self) -> None:
-        """Of asyncio.Protocol: who does not read is not read either."""
+        """Of asyncio.BufferedProtocol: who does not read is not read either."""
         self._full = True
         self._pace()
 
     def resume_writing(self) -> None:
-        """Of asyncio.Protocol."""
+        """Of asyncio.BufferedProtocol."""
         self._full = False
-        self._pace()
+        self._go_on()
 
-    def data_received(self, data: bytes) -> None:
-        """Of asyncio.Protocol."""
-        for frame in self._splitter.feed(data):
-            call = self._loop.create_task(self._answer(frame))
-            self._calls.add(call)
-            call.add_done_callback(self._done)
-        self._pace()
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """Of asyncio.BufferedProtocol."""
+        return self._received
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """Of asyncio.BufferedProtocol."""
+        self._frames.extend(self._splitter.feed(self._received[:nbytes]))
+        self._go_on()
 
     def close(self) -> None:
         """Ends the connection at once."""
         if self._transport is not None:
             self._transport.abort()
 
+    def _go_on(self) -> None:
+        """Begins calls that have come, in their order, and reads on when there is none left."""
+        if self._resting:
+            return
+        for _ in range(_TURN_CALLS):
+            if not self._frames or self._stuck:
+                break
+            call = begin(self._answer(self._frames.popleft()))
+            if call is not None:
+                self._calls.add(call)
+                call.add_done_callback(self._done)
+                break  # it may have done nothing so far: the next one comes after its first step
+        if self._frames and not self._stuck:
+            self._resting = True
+            self._loop.call_soon(self._end_rest)
+        self._pace()
+
+    def _end_rest(self) -> None:
+        self._resting = False
+        self._go_on()
+
     def _done(self, call: asyncio.Task[None]) -> None:
         self._calls.discard(call)
-        self._pace()
+        self._go_on()
+
+    @property
+    def _stuck(self) -> bool:
+        """Whether nothing can be begun before something else has happened."""
+        return self._transport is None or self._full or len(self._calls) >= _CALLS_MAX
 
     def _pace(self) -> None:
         if self._transport is None:
             return
-        if self._full or len(self._calls) >= _CALLS_MAX:
+        if self._frames or self._stuck:
             self._transport.pause_reading()
         else:
             self._transport.resume_reading()
@@ -110,6 +156,7 @@ class FramedConnection(asyncio.Protocol):
             answer = packed_error(frame.number, KVStoreError("INTERNAL: the daemon's log says more"))
         if frame.number != NO_ANSWER and self._transport is not None:
             self._transport.write(answer)
+        self._expect_more()
 
     def _request(self, method: Method, frame: Frame) -> Any:
         if frame.payload is None:

@@ -24,6 +24,7 @@ import numpy as np
 
 from kvstore.arena import Arena, Epochs, Offsets
 from kvstore.arrivals import Arrivals
+from kvstore.begun import in_task
 from kvstore.blocks import KEY_BYTES_MAX
 from kvstore.clock import Clock
 from kvstore.directory import Block, BlockState, Keyspace
@@ -348,11 +349,13 @@ class Hierarchy:
         deadline = loop.time() + wait_s
         got = self.reserve(session, keyspace, count, request_id)
         while got.shortfall in (Shortfall.POPULATING, Shortfall.COPYING) and (left := deadline - loop.time()) > 0:
+            room = self.room_made()  # before others have a turn, who may make it
             try:
+                await in_task()
                 # Not wait_for: in Python 3.11 it swallows a cancellation that comes together with the answer.
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(left):
-                        await self.wait_for_room()
+                        await room
             except asyncio.CancelledError:
                 # The caller has gone and never learns of these slots.
                 self._abort_own(session, got.offsets, request_id)
@@ -372,10 +375,10 @@ class Hierarchy:
         """Whether more of the pool gets its memory, by and by."""
         return not self.arena.populated and not self.pool.population_failed and not self.draining
 
-    async def wait_for_room(self) -> None:
-        """Until more of the pool has its memory, or a block was copied down."""
+    def room_made(self) -> asyncio.Future[None]:
+        """Done when, from now on, more of the pool has its memory or a block was copied down."""
         self._progress = self._progress or asyncio.get_running_loop().create_future()
-        await asyncio.shield(self._progress)
+        return asyncio.shield(self._progress)
 
     def add_populated(self, length: int) -> None:
         """The next `length` bytes of the pool have their memory."""

@@ -1,8 +1,10 @@
-"""How much memory this machine can give to the pool, and who says so."""
+"""How much memory this machine can give to the pool, how many CPUs it has, and who says so."""
 
 from __future__ import annotations
 
 import dataclasses
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
@@ -66,32 +68,50 @@ def read_machine(root: Path = Path("/")) -> Machine:
     )
 
 
-def _cgroup_room(root: Path) -> int | None:
-    """Room under the narrowest limit on the way from this process's cgroup to the root."""
+def cpus(root: Path = Path("/")) -> float:
+    """How many CPUs this process may keep busy: those it may run on, or less where a limit above it says so."""
+    count = float(len(os.sched_getaffinity(0)))
+    for folder, version in _cgroup_folders(root, "cpu"):
+        try:
+            if version == 2:
+                quota, period = (folder / "cpu.max").read_text().split()
+            else:
+                quota, period = ((folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+            if int(quota) > 0:
+                count = min(count, int(quota) / int(period))
+        except (OSError, ValueError, ZeroDivisionError):
+            continue  # no such file, or the word "max": there is no limit at this level
+    return count
+
+
+def _cgroup_folders(root: Path, controller: str) -> Iterator[tuple[Path, int]]:
+    """Folders of the groups that this process is in, from its own up to the root, each with its cgroup version."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
-        return None
-    rooms: list[int] = []
+        return
     for line in lines:
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
         if controllers == "":
-            base, limit, usage = root / "sys/fs/cgroup", "memory.max", "memory.current"
-        elif "memory" in controllers.split(","):
-            base, limit, usage = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+            base, version = root / "sys/fs/cgroup", 2
+        elif controller in controllers.split(","):
+            base, version = root / "sys/fs/cgroup" / controller, 1
         else:
             continue
         folder = base / path.lstrip("/")
         # In a container the path may be the host's, which is not visible here; the mount's root is then our own group.
-        folders = [folder, *folder.parents] if folder.is_dir() else [base]
-        for group in folders:
-            room = _room_in(group, limit, usage)
-            if room is not None:
-                rooms.append(room)
+        for group in [folder, *folder.parents] if folder.is_dir() else [base]:
+            yield group, version
             if group == base:
                 break
-    return min(rooms) if rooms else None
+
+
+def _cgroup_room(root: Path) -> int | None:
+    """Room under the narrowest limit on the way from this process's cgroup to the root."""
+    names = {1: ("memory.limit_in_bytes", "memory.usage_in_bytes"), 2: ("memory.max", "memory.current")}
+    rooms = [_room_in(folder, *names[version]) for folder, version in _cgroup_folders(root, "memory")]
+    return min((room for room in rooms if room is not None), default=None)
 
 
 def _room_in(group: Path, limit_name: str, usage_name: str) -> int | None:

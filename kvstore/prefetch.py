@@ -46,7 +46,7 @@ async def prefetch(hierarchy: Hierarchy, digest: bytes | None, max_bytes: int) -
             await transfers.wait_for_some()
             yield blocks, size
         while hierarchy.pool.free_bytes < keyspace.slot_bytes and hierarchy.populating:
-            await hierarchy.wait_for_room()
+            await hierarchy.room_made()
             yield blocks, size
         if hierarchy.pool.free_bytes < keyspace.slot_bytes or hierarchy.draining:
             break

@@ -25,6 +25,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
+from kvstore.begun import in_task
 from kvstore.clock import Clock
 from kvstore.directory import Block, BlockState, Keyspace, Promotion, Share
 from kvstore.gauge import Gauge, read_bytes
@@ -371,6 +372,7 @@ class Transfers:
         self, keyspace: Keyspace, keys: Sequence[bytes], *, from_peer: bool = False
     ) -> list[Tier | None]:
         """The fastest tier that has each key."""
+        await in_task()
         names = [keyspace.prefix + key for key in keys]
         now = self._clock.monotonic()
         sources: list[Tier | None] = [None] * len(keys)

@@ -97,17 +97,25 @@ class Splitter:
 
     def __init__(self, payload_max: int | None = None) -> None:
         self._payload_max = payload_max
-        self._rest = b""
+        self._rest = bytearray()  # of a frame that has begun
+        self._needed = 0  # bytes of it that are to be looked at together
         self._skip = 0
 
-    def feed(self, data: bytes) -> list[Frame]:
-        """Frames that are complete with these bytes."""
+    def feed(self, data: bytes | memoryview) -> list[Frame]:
+        """Frames that are complete with these bytes, which are not kept."""
         if self._rest:
-            data = self._rest + data
+            self._rest += data
+            if len(self._rest) < self._needed:
+                return []
+            data, self._rest = memoryview(self._rest), bytearray()
         frames: list[Frame] = []
-        at, end = min(self._skip, len(data)), len(data)
+        end = len(data)
+        at = min(self._skip, end)
         self._skip -= at
-        while end - at >= HEAD.size:
+        while at < end:
+            self._needed = HEAD.size
+            if end - at < HEAD.size:
+                break
             length, kind, number = HEAD.unpack_from(data, at)
             start = at + HEAD.size
             if self._payload_max is not None and length > self._payload_max:
@@ -115,9 +123,11 @@ class Splitter:
                 at = min(start + length, end)
                 self._skip = start + length - at
             elif end - start < length:
+                self._needed += length
                 break
             else:
                 at = start + length
-                frames.append(Frame(kind, number, data[start:at], length))
-        self._rest = data[at:]
+                frames.append(Frame(kind, number, bytes(data[start:at]), length))
+        if at < end:
+            self._rest = bytearray(data[at:])
         return frames

@@ -25,6 +25,8 @@ LAYERS: dict[str, set[str]] = {
     "kvstore.outcomes": set(),
     "kvstore.threads": set(),
     "kvstore.machine": set(),
+    "kvstore.begun": set(),
+    "kvstore.looking": {"kvstore.clock", "kvstore.machine"},
     "kvstore.policy": {"kvstore.blocks"},
     "kvstore.blocks": {"kvstore.errors"},
     "kvstore.endpoint": {"kvstore.errors"},
@@ -52,7 +54,7 @@ LAYERS: dict[str, set[str]] = {
     "kvstore.arena": {"kvstore.backing", "kvstore.blocks", "kvstore.errors"},
     "kvstore.population": {"kvstore.backing"},
     "kvstore.handoff": {"kvstore.errors"},
-    "kvstore.framed": {"kvstore.errors", "kvstore.log", "kvstore.wire"},
+    "kvstore.framed": {"kvstore.begun", "kvstore.errors", "kvstore.log", "kvstore.wire"},
     "kvstore.handoff_server": {"kvstore.blocks", "kvstore.framed", "kvstore.handoff"},
     "kvstore.journal": set(),
     "kvstore.directory": {
@@ -67,6 +69,7 @@ LAYERS: dict[str, set[str]] = {
     "kvstore.arrivals": {"kvstore.arena", "kvstore.directory", "kvstore.errors", "kvstore.leases"},
     "kvstore.pool": {"kvstore.arena", "kvstore.directory", "kvstore.policy"},
     "kvstore.transfers": {
+        "kvstore.begun",
         "kvstore.clock",
         "kvstore.directory",
         "kvstore.gauge",
@@ -121,6 +124,7 @@ LAYERS: dict[str, set[str]] = {
     "kvstore.hierarchy": {
         "kvstore.arena",
         "kvstore.arrivals",
+        "kvstore.begun",
         "kvstore.blocks",
         "kvstore.clock",
         "kvstore.directory",
@@ -139,7 +143,7 @@ LAYERS: dict[str, set[str]] = {
     "kvstore.prefetch": {"kvstore.blocks", "kvstore.directory", "kvstore.hierarchy", "kvstore.tier"},
     "kvstore.stats": {"kvstore.arena", "kvstore.hierarchy", "kvstore.pool"},
     "kvstore.wire": {"kvstore.blocks", "kvstore.endpoint", "kvstore.errors", "kvstore.wire"},
-    "kvstore.calls": {"kvstore.errors", "kvstore.wire"},
+    "kvstore.calls": {"kvstore.errors", "kvstore.looking", "kvstore.wire"},
     "kvstore.data_wire": {"kvstore.blocks", "kvstore.errors"},
     "kvstore.data_link": {
         "kvstore.congestion",
@@ -244,6 +248,7 @@ LAYERS: dict[str, set[str]] = {
     "kvstore.metrics": {"kvstore.endpoint", "kvstore.errors", "kvstore.health"},
     "kvstore.render": {"kvstore.admin", "kvstore.health"},
     "kvstore.service": {
+        "kvstore.begun",
         "kvstore.log",
         "kvstore.blocks",
         "kvstore.directory",

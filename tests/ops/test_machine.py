@@ -1,8 +1,9 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
-from kvstore.machine import Machine, read_machine
+from kvstore.machine import Machine, cpus, read_machine
 
 MEMINFO = """\
 MemTotal:       24000000 kB
@@ -76,3 +77,23 @@ def test_this_machine_has_room() -> None:
     machine = read_machine()
     assert machine.pool_bytes_max(hugetlb=False) > 16 << 20
     assert str(machine.available_bytes) in machine.describe()
+
+
+def test_cpus_are_those_of_this_process_or_fewer_where_a_limit_says_so(tmp_path: Path) -> None:
+    own = len(os.sched_getaffinity(0))
+    assert cpus(tmp_path) == own
+    files = {
+        "proc/self/cgroup": "0::/pod/engine\n",
+        "sys/fs/cgroup/pod/engine/cpu.max": "max 100000\n",
+        "sys/fs/cgroup/pod/cpu.max": "50000 100000\n",
+    }
+    assert cpus(write(tmp_path / "v2", files)) == 0.5
+    files = {
+        "proc/self/cgroup": "5:cpu,cpuacct:/a\n4:memory:/a\n",
+        "sys/fs/cgroup/cpu/a/cpu.cfs_quota_us": "25000\n",
+        "sys/fs/cgroup/cpu/a/cpu.cfs_period_us": "100000\n",
+        "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n",
+        "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
+    }
+    assert cpus(write(tmp_path / "v1", files)) == 0.25
+    assert 0 < cpus() <= own
