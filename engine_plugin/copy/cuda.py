@@ -32,11 +32,12 @@ from typing import Final
 import numpy as np
 import torch
 
-from engine_plugin.copy import expected, kernels, paths, runs
+from engine_plugin.copy import expected, kernels, paths, plan, runs
 from engine_plugin.copy.contract import CopyEngine, CopyStats, Fragments, Pool, Then
-from engine_plugin.copy.cudart import CudaRuntime
+from engine_plugin.copy.copies import Copies
+from engine_plugin.copy.cudart import CudaError, CudaRuntime
 from engine_plugin.copy.kernels import ONE_RUN, STAGED, TO_GPU, TO_HOST, Tuning
-from engine_plugin.copy.lanes import STAGES, Job, Lane, Part, mark
+from engine_plugin.copy.lanes import STAGES, Expected, Job, Lane, Part, mark
 from engine_plugin.copy.registration import CHUNK_BYTES, Registration
 
 log = logging.getLogger("vllm.kvstore")
@@ -48,17 +49,14 @@ STAGE_BYTES: Final = 32 << 20
 #: Of the streams, as CUDA counts: less is sooner, and 0 is what the model's kernels have.
 STORE_PRIORITY: Final = -1
 LOAD_PRIORITY: Final = -2
-#: Up to so many runs of a buffer are copied one by one; a batch costs the host as much as three copies, and the bus is
-#: busier between its copies.
-_SINGLE_COPIES_MAX: Final = 3
 #: Fragments of a table that a kernel reads where it is, which takes a program two microseconds for each.
 _TABLE_READ_MAX: Final = 512
 #: Tables that every engine makes beforehand, by their columns.
 _TABLES: Final = (512, *(1 << bits for bits in range(9, 17)))
+#: Queues a kernel for a range of a table.
+Launch = Callable[[int, int], None]
 #: Fragments of one batch call: some 130 us of the host, during which the driver lets nobody else launch.
 _BATCH_PART: Final = 256
-#: No program moves more than this of one fragment, so that few long fragments are spread as well.
-_PIECE_BYTES: Final = 64 << 10
 
 
 class CudaCopyEngine(CopyEngine):
@@ -170,9 +168,7 @@ class CudaCopyEngine(CopyEngine):
         with self._current():
             try:
                 for buffer, copies in expected.filling(self._load, registration, starts, size_bytes, self._chunk_bytes):
-                    self._load.copies.wait_event(self._load.emptied[buffer])
-                    self._copy_runs(self._load.copies, copies.kv, copies.pool, copies.size, still=True)
-                    self._load.filled[buffer].record(self._load.copies)
+                    self._fill(self._load, buffer, Copies(self._runtime, copies, is_load=True), 0, len(copies))
             except BaseException:
                 self.expect_nothing()
                 self._load.expected_read = mark(self._load.copies)  # some of it may be under way
@@ -212,8 +208,11 @@ class CudaCopyEngine(CopyEngine):
                 address = registration.pool.address
                 self._mapped = self._runtime.device_pointer(address) == address
             # Before anything that the host can do while the bus is busy, of which this stream's state takes it longest.
-            whole = is_load and not layer_ends and not beside_compute and self._is_one_run(lane, fragments, known)
-            run = self._begin_run(lane, registration, fragments) if whole else None
+            run = None
+            if is_load and not layer_ends and not beside_compute:
+                size_bytes = self._one_run(lane, registration, fragments, known)
+                if size_bytes:
+                    run = self._begin_run(lane, registration, fragments, size_bytes)
             writing = torch.cuda.current_stream()
             # An event on an idle stream may come late all the same: streams share hardware queues, and this one's may
             # be full of a store under way.
@@ -233,7 +232,7 @@ class CudaCopyEngine(CopyEngine):
                 # Parts of it may be queued: it ends, badly, when they are over.
                 job.error = error
                 with contextlib.suppress(Exception):  # the GPU is lost
-                    job.parts += [(mark(stream), mark(stream)) for stream in (lane.copies, lane.kernels)]
+                    job.parts += [(lane.mark(stream), lane.mark(stream)) for stream in (lane.copies, lane.kernels)]
         return job
 
     def _current(self) -> contextlib.AbstractContextManager[object]:
@@ -267,7 +266,7 @@ class CudaCopyEngine(CopyEngine):
         mean_run = size_bytes // (len(breaks) + 1)
         path = self._path_of(lane, size_bytes, len(fast), mean_run, beside_compute=beside_compute, is_load=is_load)
         if path == "staged" and lane.stage is not None and int(fast.size.max()) <= lane.stage_bytes:
-            self._queue_staged(lane, job, fast, is_load)
+            self._queue_staged(lane, job, fast, breaks, is_load)
         elif path == "kernel" and self._mapped:
             self._queue_kernel(lane, job, fast, is_load)
         else:
@@ -275,21 +274,23 @@ class CudaCopyEngine(CopyEngine):
             self._queue_batch(lane, job, fast, lane.copies, is_load, threaded=len(fast) > _BATCH_PART)
         self._bytes[path] += size_bytes
 
-    def _is_one_run(self, lane: Lane, fragments: Fragments, known: int) -> bool:
-        """Whether a load is of one run, such as a block, that one buffer holds, and goes that way."""
-        if not len(fragments) or lane.stage is None or self._path not in ("auto", "staged"):
-            return False
+    def _one_run(self, lane: Lane, registration: Registration, fragments: Fragments, known: int) -> int:
+        """Bytes of a load that is of one run, such as a block, which one buffer holds, and goes that way; else 0."""
         pool, size = fragments.pool, fragments.size
-        start, size_bytes = int(pool[0]), int(pool[-1]) + int(size[-1]) - int(pool[0])
-        registration = self._registration
-        assert registration is not None
-        return (
-            0 < size_bytes <= lane.stage_bytes
-            and registration.pool.address <= start <= registration.pool.address + known - size_bytes
-            and bool((pool[:-1] + size[:-1] == pool[1:]).all())
-            and self._path_of(lane, size_bytes, len(fragments), size_bytes, beside_compute=False, is_load=True)
-            == "staged"
-        )
+        count = len(size)
+        if not count or lane.stage is None or self._path not in ("auto", "staged"):
+            return 0
+        start = pool.item(0)
+        size_bytes: int = pool.item(-1) + size.item(-1) - start
+        if not 0 < size_bytes <= lane.stage_bytes:
+            return 0
+        address = registration.pool.address
+        if not address <= start <= address + known - size_bytes:
+            return 0
+        if count > 1 and np.count_nonzero(pool[1:] - pool[:-1] != size[:-1]):
+            return 0
+        way = self._path_of(lane, size_bytes, count, size_bytes, beside_compute=False, is_load=True)
+        return size_bytes if way == "staged" else 0
 
     def _path_of(
         self, lane: Lane, size_bytes: int, count: int, mean_run: int, *, beside_compute: bool, is_load: bool
@@ -308,23 +309,23 @@ class CudaCopyEngine(CopyEngine):
         )
 
     def _begin_run(
-        self, lane: Lane, registration: Registration, fragments: Fragments
+        self, lane: Lane, registration: Registration, fragments: Fragments, size_bytes: int
     ) -> tuple[int, torch.cuda.Event, int]:
         """Has one run copied into a buffer. Returns the buffer's number, an event before the copy, and the bytes."""
         lane.take_expected()
         buffer = lane.turn
         lane.turn = (buffer + 1) % STAGES
-        start, stage = int(fragments.pool[0]), lane.stage_address + buffer * lane.stage_bytes
-        size_bytes = int(fragments.pool[-1]) + int(fragments.size[-1]) - start
-        lane.copies.wait_event(lane.emptied[buffer])
-        started = mark(lane.copies)
+        start, stage = fragments.pool.item(0), lane.stage_address + buffer * lane.stage_bytes
+        stream = lane.copies.cuda_stream
+        self._runtime.wait(stream, lane.emptied[buffer])
+        started = lane.mark(lane.copies)
         done = 0
         while done < size_bytes:  # a copy must not span two registrations
             room = self._chunk_bytes - (start + done - registration.pool.address) % self._chunk_bytes
             step = min(room, size_bytes - done)
-            self._runtime.copy(stage + done, start + done, step, lane.copies.cuda_stream)
+            self._runtime.copy(stage + done, start + done, step, stream)
             done += step
-        lane.filled[buffer].record(lane.copies)
+        self._runtime.record(lane.filled[buffer], stream)
         return buffer, started, size_bytes
 
     def _end_run(
@@ -333,107 +334,86 @@ class CudaCopyEngine(CopyEngine):
         """Spreads what is in a buffer."""
         stage = lane.stage_address + buffer * lane.stage_bytes
         in_stage = fragments.pool - fragments.pool[0] + np.uint64(stage)
-        pieces = runs.split(Fragments(fragments.kv, in_stage, fragments.size), _PIECE_BYTES)
+        pieces = runs.split(Fragments(fragments.kv, in_stage, fragments.size), plan.PIECE_BYTES)
         launch = self._launcher(lane, job, pieces, True, ONE_RUN)
         job.follow_caller(lane.kernels)
-        lane.kernels.wait_event(lane.filled[buffer])
+        stream = lane.kernels.cuda_stream
+        self._runtime.wait(stream, lane.filled[buffer])
         launch(0, len(pieces))
-        lane.emptied[buffer].record(lane.kernels)
-        job.parts.append((started, mark(lane.kernels)))
+        self._runtime.record(lane.emptied[buffer], stream)
+        job.parts.append((started, lane.mark(lane.kernels)))
         self._bytes["staged"] += size_bytes
 
-    def _queue_staged(self, lane: Lane, job: Job, fragments: Fragments, is_load: bool) -> None:
-        assert lane.stage is not None
-        bounds = runs.windows(fragments.size, lane.stage_bytes)
-        count = len(bounds) - 1
-        # Every window has a buffer, in turn; in it the fragments lie one after the other.
-        buffers = (lane.turn + np.arange(count)) % STAGES
-        lane.turn = (lane.turn + count) % STAGES
-        before = np.cumsum(fragments.size) - fragments.size
-        shift = lane.stage_address + buffers.astype(np.int64) * lane.stage_bytes - before[bounds[:-1]].astype(np.int64)
-        in_stage = (before.astype(np.int64) + np.repeat(shift, np.diff(bounds))).astype(np.uint64)
-        staged = Fragments(fragments.kv, in_stage, fragments.size)
-        pieces = runs.split(staged, _PIECE_BYTES)
-        if len(pieces) == len(staged):
-            piece_bounds = bounds
-        else:
-            ends = np.cumsum(-(-fragments.size.astype(np.int64) // _PIECE_BYTES))
-            piece_bounds = np.concatenate(([0], ends))[bounds]
-        first, run_bytes = runs.runs_of(fragments, bounds[:-1])
-        whole = runs.cut_at_borders(
-            Fragments(in_stage[first], fragments.pool[first], run_bytes),
-            job.registration.pool.address,
-            self._chunk_bytes,
-        )
-        run_before = np.cumsum(whole.size) - whole.size
-        run_bounds = np.searchsorted(run_before, np.append(before[bounds[:-1]], fragments.size_bytes))
-        copies, kernel_stream = lane.copies, lane.kernels
-        buffer_of = buffers.tolist()
-        run_bound, piece_bound = run_bounds.tolist(), piece_bounds.tolist()
+    def _queue_staged(self, lane: Lane, job: Job, fragments: Fragments, breaks: np.ndarray, is_load: bool) -> None:
+        """Queues a job section by section, so that the first bytes move while the host plans the others."""
+        buffers = plan.Buffers(lane.stage_address, lane.stage_bytes, STAGES, lane.turn)
+        filled = lane.take_expected() if is_load else None
+        started: torch.cuda.Event | None = None
+        for section in plan.sections(fragments, breaks, buffers, job.registration.pool.address, self._chunk_bytes):
+            lane.turn = (section.buffers[-1] + 1) % STAGES
+            copies = Copies(self._runtime, section.copies, is_load=is_load)
+            if is_load:  # what needs no table comes before the table
+                begun = started or (filled.started if filled is not None else lane.mark(lane.copies))
+                self._fill_first(lane, section, copies, filled if started is None else None)
+            launch = self._launcher(lane, job, section.pieces, is_load, STAGED)
+            if started is None:
+                job.follow_caller(lane.kernels)
+                started = begun if is_load else lane.mark(lane.kernels)
+            (self._load_section if is_load else self._store_section)(lane, section, copies, launch)
+        assert started is not None
+        job.parts.append((started, lane.mark(lane.kernels if is_load else lane.copies)))
 
-        def send(window: int) -> None:
-            """Copy engine: buffer from or to the pool."""
-            part = slice(run_bound[window], run_bound[window + 1])
-            ends = (whole.kv[part], whole.pool[part])
-            self._copy_runs(copies, *(ends if is_load else ends[::-1]), whole.size[part], still=is_load)
+    def _fill_first(self, lane: Lane, section: plan.Section, copies: Copies, filled: Expected | None) -> None:
+        """Fills the buffers of the first windows of a section.
 
-        def spread(window: int) -> None:
-            """Multiprocessors: buffer to or from KV memory."""
-            launch(piece_bound[window], piece_bound[window + 1])
+        Args:
+            filled: What they hold already.
+        """
+        bounds = section.copy_bounds
+        for window, buffer in enumerate(section.buffers[:STAGES]):
+            part = slice(bounds[window], bounds[window + 1])
+            if filled is None or not filled.holds(window, section.copies.pool[part], section.copies.size[part]):
+                self._fill(lane, buffer, copies, part.start, part.stop)
 
-        if is_load:
-            filled = lane.take_expected()
-            started = filled.started if filled is not None else mark(copies)
-            ahead = min(count, STAGES)
-            for window in range(ahead):  # what needs no table comes before the table
-                part = slice(run_bound[window], run_bound[window + 1])
-                if filled is not None and filled.holds(window, whole.pool[part], whole.size[part]):
-                    continue
-                copies.wait_event(lane.emptied[buffer_of[window]])
-                send(window)
-                lane.filled[buffer_of[window]].record(copies)
-            launch = self._launcher(lane, job, pieces, is_load, STAGED)
-            job.follow_caller(kernel_stream)
-            for window in range(count):
-                buffer = buffer_of[window]
-                kernel_stream.wait_event(lane.filled[buffer])
-                spread(window)
-                lane.emptied[buffer].record(kernel_stream)
-                if window + ahead < count:
-                    copies.wait_event(lane.emptied[buffer])
-                    send(window + ahead)
-                    lane.filled[buffer].record(copies)
-            job.parts.append((started, mark(kernel_stream)))
-            return
-        launch = self._launcher(lane, job, pieces, is_load, STAGED)
-        job.follow_caller(kernel_stream)
-        started = mark(kernel_stream)
-        for window in range(count):
-            buffer = buffer_of[window]
-            kernel_stream.wait_event(lane.emptied[buffer])
-            spread(window)
-            lane.filled[buffer].record(kernel_stream)
-            copies.wait_event(lane.filled[buffer])
-            send(window)
-            lane.emptied[buffer].record(copies)
-        job.parts.append((started, mark(copies)))
+    def _load_section(self, lane: Lane, section: plan.Section, copies: Copies, launch: Launch) -> None:
+        """Multiprocessors: buffer to KV memory; copy engine: the next from the pool to that buffer."""
+        wait, record, spread = self._runtime.wait, self._runtime.record, lane.kernels.cuda_stream
+        bounds, pieces, count = section.copy_bounds, section.piece_bounds, len(section.buffers)
+        for window, buffer in enumerate(section.buffers):
+            wait(spread, lane.filled[buffer])
+            launch(pieces[window], pieces[window + 1])
+            record(lane.emptied[buffer], spread)
+            following = window + STAGES
+            if following < count:
+                self._fill(lane, buffer, copies, bounds[following], bounds[following + 1])
 
-    def _copy_runs(
-        self, stream: torch.cuda.Stream, dst: np.ndarray, src: np.ndarray, size: np.ndarray, *, still: bool
-    ) -> None:
-        if len(size) <= _SINGLE_COPIES_MAX:
-            for ends in zip(dst.tolist(), src.tolist(), size.tolist(), strict=True):
-                self._runtime.copy(*ends, stream.cuda_stream)
-        else:
-            self._runtime.copy_batch(dst, src, size, stream.cuda_stream, source_is_still=still)
+    def _fill(self, lane: Lane, buffer: int, copies: Copies, begin: int, end: int) -> None:
+        """Has the copy engine fill a buffer from the pool, once what it held before is spread."""
+        stream = lane.copies.cuda_stream
+        self._runtime.wait(stream, lane.emptied[buffer])
+        copies.queue(begin, end, stream)
+        self._runtime.record(lane.filled[buffer], stream)
+
+    def _store_section(self, lane: Lane, section: plan.Section, copies: Copies, launch: Launch) -> None:
+        """Multiprocessors: KV memory to buffer; copy engine: buffer to pool."""
+        wait, record = self._runtime.wait, self._runtime.record
+        gather, send = lane.kernels.cuda_stream, lane.copies.cuda_stream
+        bounds, pieces = section.copy_bounds, section.piece_bounds
+        for window, buffer in enumerate(section.buffers):
+            wait(gather, lane.emptied[buffer])
+            launch(pieces[window], pieces[window + 1])
+            record(lane.filled[buffer], gather)
+            wait(send, lane.filled[buffer])
+            copies.queue(bounds[window], bounds[window + 1], send)
+            record(lane.emptied[buffer], send)
 
     def _queue_kernel(self, lane: Lane, job: Job, fragments: Fragments, is_load: bool) -> None:
-        pieces = runs.split(fragments, _PIECE_BYTES)
+        pieces = runs.split(fragments, plan.PIECE_BYTES)
         launch = self._launcher(lane, job, pieces, is_load, TO_GPU if is_load else TO_HOST)
         job.follow_caller(lane.kernels)
-        started = mark(lane.kernels)
+        started = lane.mark(lane.kernels)
         launch(0, len(pieces))
-        job.parts.append((started, mark(lane.kernels)))
+        job.parts.append((started, lane.mark(lane.kernels)))
 
     def _queue_layers(self, lane: Lane, job: Job, fragments: Fragments, ends: list[int], known: int) -> None:
         """Queues layer by layer: one launch, or one batch, for each."""
@@ -442,19 +422,19 @@ class CudaCopyEngine(CopyEngine):
         stream = lane.kernels if fast else lane.copies
         launch = self._launcher(lane, job, fragments, True, TO_GPU) if fast else None
         job.follow_caller(stream)
-        started = mark(stream)
+        started = lane.mark(stream)
         begin = 0
         for end in ends:
             if launch is not None:
                 launch(begin, end)
             else:
                 layer = runs.cut_at_borders(runs.take(fragments, slice(begin, end)), pool.address, self._chunk_bytes)
-                self._runtime.copy_batch(layer.kv, layer.pool, layer.size, stream.cuda_stream, source_is_still=True)
+                Copies(self._runtime, layer, is_load=True).queue_batch(0, len(layer), stream.cuda_stream)
             event = torch.cuda.Event()
             event.record(stream)
             job.layers.append(event)
             begin = end
-        job.parts.append((started, mark(stream)))
+        job.parts.append((started, lane.mark(stream)))
         self._bytes["kernel" if fast else "pageable"] += job.size_bytes
 
     def _queue_batch(
@@ -471,21 +451,18 @@ class CudaCopyEngine(CopyEngine):
         for memory that is not registered as long as the copy itself.
         """
         cut = runs.cut_at_borders(fragments, job.registration.pool.address, self._chunk_bytes)
-        dst, src = (cut.kv, cut.pool) if is_load else (cut.pool, cut.kv)
+        copies = Copies(self._runtime, cut, is_load=is_load)
 
         def run() -> Part:
             job.follow_caller(stream)
-            started = mark(stream)
+            started = lane.mark(stream)
             try:
                 # In parts, so that the driver's locks are free in between for who launches the model's kernels.
-                for begin in range(0, len(cut), _BATCH_PART):
-                    part = slice(begin, begin + _BATCH_PART)
-                    self._runtime.copy_batch(
-                        dst[part], src[part], cut.size[part], stream.cuda_stream, source_is_still=is_load
-                    )
+                for begin in range(0, len(copies), _BATCH_PART):
+                    copies.queue_batch(begin, min(begin + _BATCH_PART, len(copies)), stream.cuda_stream)
             except BaseException as error:
                 job.error = error  # the parts before are queued: the job is not over before them
-            return started, mark(stream)
+            return started, lane.mark(stream)
 
         def run_on_thread() -> Part:
             torch.cuda.set_device(self.device)
@@ -496,31 +473,29 @@ class CudaCopyEngine(CopyEngine):
         else:
             job.parts.append(run())
 
-    def _launcher(
-        self, lane: Lane, job: Job, pieces: Fragments, is_load: bool, tuning: Tuning
-    ) -> Callable[[int, int], None]:
+    def _launcher(self, lane: Lane, job: Job, pieces: Fragments, is_load: bool, tuning: Tuning) -> Launch:
         """Writes the table of a kernel, and fetches it where it is long, on the lane's stream; launches of it then name
         a range of it.
         """
         count, stream = len(pieces), lane.kernels.cuda_stream
-        aligned = runs.alignment(pieces.kv, pieces.pool, pieces.size)
         common = runs.alignment(pieces.size, most=tuning.chunk_bytes)
+        aligned = min(common, runs.alignment(pieces.kv, pieces.pool))
         table = lane.take_table(count)
         job.tables.append(table)
         rows = table.rows
         rows[0, :count], rows[1, :count] = (pieces.kv, pieces.pool) if is_load else (pieces.pool, pieces.kv)
-        np.floor_divide(pieces.size, np.uint64(kernels.word_size(aligned)), out=rows[2, :count])
-        read = table.here
+        np.right_shift(pieces.size, np.uint64(kernels.word_size(aligned).bit_length() - 1), out=rows[2, :count])
+        read, columns = table.here.data_ptr(), table.columns
         if not self._reads_tables:
             with torch.cuda.stream(lane.kernels):
                 table.there.copy_(table.here, non_blocking=True)
-            read = table.there
-        elif count > _TABLE_READ_MAX:
+            read = table.there.data_ptr()
+        elif count > _TABLE_READ_MAX or tuning is ONE_RUN:  # of which the bus hides the fetching
             fetch = self._mover(16, table.piece_bytes, STAGED)
-            fetch(table.itself, 0, table.itself.shape[1], STAGED.programs, stream)
-            read = table.there
+            fetch(table.itself.data_ptr(), table.pieces, 0, table.pieces, STAGED.programs, stream)
+            read = table.there.data_ptr()
         mover = self._mover(aligned, common, tuning)
-        return lambda first, end: mover(read, first, end, tuning.programs, stream)
+        return lambda first, end: mover(read, columns, first, end, tuning.programs, stream)
 
     def _can_read_tables(self) -> bool:
         """Tries a kernel whose table is in pinned host memory."""
@@ -528,9 +503,11 @@ class CudaCopyEngine(CopyEngine):
         copied = torch.zeros_like(source)
         table = torch.tensor([[copied.data_ptr()], [source.data_ptr()], [2]], dtype=torch.int64).pin_memory()
         try:
-            self._mover(16, 16, STAGED)(table, 0, 1, 1, torch.cuda.current_stream().cuda_stream)
-        except ValueError:  # this Triton wants its arguments in GPU memory
+            if self._runtime.device_pointer(table.data_ptr()) != table.data_ptr():
+                return False
+        except CudaError:  # the GPU has no address for it
             return False
+        self._mover(16, 16, STAGED)(table.data_ptr(), 1, 0, 1, STAGED.programs, torch.cuda.current_stream().cuda_stream)
         return bool((copied == source).all())
 
     def _mover(self, aligned: int, common: int, tuning: Tuning) -> kernels.Mover:
@@ -545,35 +522,40 @@ class CudaCopyEngine(CopyEngine):
 
     def poll(self) -> None:
         for lane in (self._load, self._store):
-            while lane.jobs:
-                job, seconds = lane.jobs[0], 0.0
-                try:
-                    if not job.arrived():
-                        break
-                    if job.error is None:
-                        seconds = job.seconds()
-                except Exception as error:  # the GPU is lost: no event will ever be over
-                    job.error = error
-                lane.jobs.popleft()
-                self._end(lane, job, seconds)
+            while lane.jobs and self._end_first(lane, waits=False):
+                pass
         if self._retired:
             self._end_retired()
 
     def wait(self, copies: Collection[Job]) -> None:
         for job in copies:
-            lane = self._load if job in self._load.jobs else self._store
+            lane = self._load if job.is_load else self._store
             # Jobs of a direction end in order, though an earlier one may go a slower way.
             while not job.over and lane.jobs:
-                with contextlib.suppress(Exception):  # the GPU is lost: poll ends the job, with the error
-                    lane.jobs[0].synchronize()
-                self.poll()
+                self._end_first(lane, waits=True)
+        if self._retired:
+            self._end_retired()
 
-    def _end(self, lane: Lane, job: Job, seconds: float) -> None:
+    def _end_first(self, lane: Lane, *, waits: bool) -> bool:
+        """Ends the first job of a lane, if it is over. Returns whether it was; if it waits, it is."""
+        job, seconds = lane.jobs[0], 0.0
+        try:
+            if waits:
+                job.synchronize()
+            elif not job.arrived():
+                return False
+            if job.error is None:
+                seconds = job.seconds()
+        except Exception as error:  # the GPU is lost: no event will ever be over
+            job.error = error
+        lane.jobs.popleft()
         self._failed += job.error is not None
         lane.give_tables(job.tables)
+        lane.give_marks(job.parts)
         job.registration.jobs -= 1
         job.over = True
         job.then(seconds, job.error)
+        return True
 
     def close(self) -> None:
         self.wait([*self._load.jobs, *self._store.jobs])

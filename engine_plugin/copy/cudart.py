@@ -10,8 +10,6 @@ import re
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
-
 #: cudaMemcpyBatchAsync came with CUDA 12.8 and lost a parameter with 13.0.
 _BATCH_SINCE: Final = 12080
 _REGISTER_PORTABLE_MAPPED: Final = 1 | 2
@@ -65,6 +63,10 @@ class CudaRuntime:
         library.cudaHostGetDevicePointer.argtypes = [ctypes.POINTER(ctypes.c_void_p), ctypes.c_void_p, ctypes.c_uint]
         library.cudaStreamCreateWithPriority.argtypes = [ctypes.POINTER(ctypes.c_void_p), ctypes.c_uint, ctypes.c_int]
         library.cudaStreamDestroy.argtypes = [ctypes.c_void_p]
+        library.cudaEventCreateWithFlags.argtypes = [ctypes.POINTER(ctypes.c_void_p), ctypes.c_uint]
+        library.cudaEventDestroy.argtypes = [ctypes.c_void_p]
+        library.cudaEventRecord.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+        library.cudaStreamWaitEvent.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint]
         library.cudaMemcpyAsync.argtypes = [
             ctypes.c_void_p,
             ctypes.c_void_p,
@@ -82,6 +84,14 @@ class CudaRuntime:
             *tail,
         ]
         self._library = library
+        # What is called for every window of a job.
+        self._record, self._wait = library.cudaEventRecord, library.cudaStreamWaitEvent
+        self._copy, self._copy_batch = library.cudaMemcpyAsync, library.cudaMemcpyBatchAsync
+        self._attributes = {
+            still: _Attributes(order=_ORDER_ANY if still else _ORDER_STREAM, flags=_PREFER_OVERLAP)
+            for still in (False, True)
+        }
+        self._first = (ctypes.c_size_t * 1)(0)
 
     def register(self, address: int, size_bytes: int) -> None:
         """Pins host memory and makes it known to every GPU of this process.
@@ -133,21 +143,61 @@ class CudaRuntime:
         """
         self._check("cudaStreamDestroy", self._library.cudaStreamDestroy(handle))
 
+    def new_event(self) -> int:
+        """An event of our own, for order only: it takes no time down.
+
+        Raises:
+            CudaError: there is no room for one.
+        """
+        handle = ctypes.c_void_p()
+        without_timing = 2
+        code = self._library.cudaEventCreateWithFlags(ctypes.byref(handle), without_timing)
+        self._check("cudaEventCreateWithFlags", code)
+        return handle.value or 0
+
+    def end_event(self, handle: int) -> None:
+        """Destroys an event.
+
+        Raises:
+            CudaError: it is none.
+        """
+        self._check("cudaEventDestroy", self._library.cudaEventDestroy(handle))
+
+    def record(self, event: int, stream: int) -> None:
+        """Has an event say when the stream has come so far.
+
+        Raises:
+            CudaError: one of them is none.
+        """
+        code = self._record(event, stream)
+        if code:
+            self._check("cudaEventRecord", code)
+
+    def wait(self, stream: int, event: int) -> None:
+        """Has a stream wait for an event as it was recorded last, if it was.
+
+        Raises:
+            CudaError: one of them is none.
+        """
+        code = self._wait(stream, event, 0)
+        if code:
+            self._check("cudaStreamWaitEvent", code)
+
     def copy(self, dst: int, src: int, size_bytes: int, stream: int) -> None:
         """Queues one copy; the runtime finds the direction.
 
         Raises:
             CudaError: an address is not what it should be.
         """
-        self._check("cudaMemcpyAsync", self._library.cudaMemcpyAsync(dst, src, size_bytes, 4, stream))
+        code = self._copy(dst, src, size_bytes, 4, stream)
+        if code:
+            self._check("cudaMemcpyAsync", code)
 
-    def copy_batch(
-        self, dst: np.ndarray, src: np.ndarray, size: np.ndarray, stream: int, *, source_is_still: bool
-    ) -> None:
+    def copy_batch(self, dst: int, src: int, size: int, count: int, stream: int, *, source_is_still: bool) -> None:
         """Queues many copies in one call; they may run in any order.
 
         Args:
-            dst, src, size: uint64, contiguous; read before the call returns.
+            dst, src, size: Addresses of arrays of `count` uint64; read before the call returns.
             stream: Not the default stream, which the call does not take.
             source_is_still: Nothing writes the source from the call on until the copies are over, so that it need not
                 be read in stream order.
@@ -155,23 +205,14 @@ class CudaRuntime:
         Raises:
             CudaError: an address is not what it should be.
         """
-        if not len(size):
+        if not count:
             return
-        attributes = _Attributes(order=_ORDER_ANY if source_is_still else _ORDER_STREAM, flags=_PREFER_OVERLAP)
-        first = (ctypes.c_size_t * 1)(0)
+        attributes, first = self._attributes[source_is_still], self._first
         failed = ctypes.c_size_t()
         tail = (stream,) if self.version >= 13000 else (ctypes.addressof(failed), stream)
-        code = self._library.cudaMemcpyBatchAsync(
-            dst.ctypes.data,
-            src.ctypes.data,
-            size.ctypes.data,
-            len(size),
-            ctypes.addressof(attributes),
-            ctypes.addressof(first),
-            1,
-            *tail,
-        )
-        self._check("cudaMemcpyBatchAsync", code)
+        code = self._copy_batch(dst, src, size, count, ctypes.addressof(attributes), ctypes.addressof(first), 1, *tail)
+        if code:
+            self._check("cudaMemcpyBatchAsync", code)
 
     def _check(self, name: str, code: int) -> None:
         if code:

@@ -44,8 +44,9 @@ def filling(
         buffer = (lane.turn + len(windows)) % STAGES
         here = starts[begin : begin + each]
         blocks = Fragments(here, here, np.full(len(here), size_bytes, np.uint64))
-        first, run_bytes = runs.runs_of(blocks, np.zeros(1, np.int64))
-        at = np.cumsum(run_bytes) - run_bytes + np.uint64(lane.stage_address + buffer * lane.stage_bytes)
+        first = np.append(0, runs.breaks_of(blocks))
+        run_bytes = np.add.reduceat(blocks.size, first)
+        at = runs.before(run_bytes) + np.uint64(lane.stage_address + buffer * lane.stage_bytes)
         copies = runs.cut_at_borders(Fragments(at, here[first], run_bytes), pool.address, chunk_bytes)
         yield buffer, copies
         windows.append((copies.pool, copies.size))

@@ -98,14 +98,19 @@ class Mover:
         self._constants = (_WORDS[aligned], aligned, aligned // word, chunk_bytes // word, even)
         table = torch.zeros((3, 1), dtype=torch.int64, device=device)
         self._kernel: Any = _move[(1,)](table, table.stride(0), 0, 0, *self._constants, num_warps=warps)
+        self._launches: dict[int, Any] = {}  # by programs
 
-    def __call__(self, table: torch.Tensor, first: int, end: int, programs: int, stream: int) -> None:
+    def __call__(self, table: int, stride: int, first: int, end: int, programs: int, stream: int) -> None:
         """Queues fragments first..end.
 
         Args:
-            table: int64 [3, n] on the GPU, see the kernel; sizes are in words of word_size(aligned) bytes.
+            table: Address of int64 [3, stride] that the GPU can read, a multiple of 16, see the kernel; sizes are in
+                words of word_size(aligned) bytes.
             programs: How many programs share the work; each keeps a multiprocessor busy while it runs.
             stream: Handle of a CUDA stream.
         """
-        grid = (max(1, min(programs, end - first)), 1, 1)
-        self._kernel[grid](table, table.stride(0), first, end, *self._constants, stream=stream)
+        programs = max(1, min(programs, end - first))
+        launch = self._launches.get(programs)
+        if launch is None:
+            launch = self._launches[programs] = self._kernel[programs, 1, 1]
+        launch(table, stride, first, end, *self._constants, stream=stream)

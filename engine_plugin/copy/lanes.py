@@ -37,14 +37,17 @@ class Table:
         here: In pinned memory, which the GPU can read; `rows` is the same memory.
         there: The same on the GPU.
         itself: A table of its own bytes, in pinned memory: from `here` to `there`, in pieces of piece_bytes.
+        pieces: How many.
     """
 
     def __init__(self, columns: int, device: torch.device) -> None:
+        self.columns = columns
         self.here = torch.empty((3, columns), dtype=torch.int64, pin_memory=True)
         self.rows = self.here.numpy().view(np.uint64)
         self.there = torch.empty((3, columns), dtype=torch.int64, device=device)
         self.piece_bytes = min(columns * 8, 16384)
         at = np.arange(0, 3 * columns * 8, self.piece_bytes)
+        self.pieces = len(at)
         words = np.full(len(at), self.piece_bytes // 8)
         self.itself = torch.from_numpy(
             np.stack((self.there.data_ptr() + at, self.here.data_ptr() + at, words))
@@ -165,14 +168,16 @@ class Lane:
         self.stage_bytes = stage_bytes
         self.stage: torch.Tensor | None = None
         self.stage_address = 0
-        self.filled = [torch.cuda.Event() for _ in range(STAGES)]
-        self.emptied = [torch.cuda.Event() for _ in range(STAGES)]
+        #: Handles of events, by buffer.
+        self.filled = [runtime.new_event() for _ in range(STAGES)]
+        self.emptied = [runtime.new_event() for _ in range(STAGES)]
         self.turn = 0
         self.expected: Expected | None = None
         #: Behind the copies for what was expected last: no job is under way because of them.
         self.expected_read: torch.cuda.Event | None = None
         self._device = device
         self._tables: defaultdict[int, list[Table]] = defaultdict(list)  # not in use, by columns
+        self._marks: list[torch.cuda.Event] = []
         self._runtime = runtime
         if stage_bytes:
             try:
@@ -196,10 +201,24 @@ class Lane:
         unused = self._tables[room]
         return unused.pop() if unused else Table(room, self._device)
 
+    def mark(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+        """An event with a time, now, on a stream. One that was used before costs half as much."""
+        try:
+            event = self._marks.pop()  # on whatever thread
+        except IndexError:
+            event = torch.cuda.Event(enable_timing=True)
+        event.record(stream)
+        return event
+
+    def give_marks(self, parts: list[Part]) -> None:
+        """Takes the events of a job back that is over."""
+        for part in parts:
+            self._marks += part
+
     def give_tables(self, tables: list[Table]) -> None:
         """Takes tables back that no kernel reads any more."""
         for table in tables:
-            self._tables[table.here.shape[1]].append(table)
+            self._tables[table.columns].append(table)
         tables.clear()
 
     def close(self) -> None:
@@ -207,5 +226,7 @@ class Lane:
         self.thread.shutdown(wait=True)
         self.stage = None
         self._tables.clear()
+        for event in (*self.filled, *self.emptied):
+            self._runtime.end_event(event)
         for handle in self._handles:
             self._runtime.end_stream(handle)

@@ -30,30 +30,25 @@ def in_pool_order(fragments: Fragments) -> Fragments:
     return take(fragments, np.arange(len(pool)) + np.repeat(first[order] - begin, length))
 
 
-def runs_of(fragments: Fragments, cuts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Runs of fragments in pool order.
-
-    Args:
-        cuts: Indices of fragments, ascending, at which a run has to begin.
-
-    Returns:
-        Index of the first fragment of each run, and bytes of each run.
-    """
-    pool, size = fragments.pool, fragments.size
-    begins = np.empty(len(fragments), bool)
-    begins[:1] = True
-    np.not_equal(pool[:-1] + size[:-1], pool[1:], out=begins[1:])
-    begins[cuts] = True
-    first = np.flatnonzero(begins)
-    return first, np.add.reduceat(size, first)
-
-
 def breaks_of(fragments: Fragments) -> np.ndarray:
     """Indices of the fragments that do not follow the one before them in the pool, in the order in which they are
     given: there is one run more.
     """
     pool = fragments.pool
-    return np.flatnonzero(pool[:-1] + fragments.size[:-1] != pool[1:]) + 1
+    follows: np.ndarray = pool[1:] - pool[:-1] != fragments.size[:-1]
+    return follows.nonzero()[0] + 1
+
+
+def before(size: np.ndarray) -> np.ndarray:
+    """How many bytes those have that come before each of them."""
+    if len(size) and bool((size == size[0]).all()):
+        # In place: memory for a temporary of this size is taken from the system each time, page by page.
+        sums = np.arange(len(size), dtype=np.uint64)
+        sums *= size[0]
+    else:
+        sums = np.cumsum(size)
+        sums -= size
+    return sums
 
 
 def windows(size: np.ndarray, room: int) -> np.ndarray:
@@ -94,9 +89,9 @@ def cut_at_borders(fragments: Fragments, base: int, step: int) -> Fragments:
     """
     start = fragments.pool - np.uint64(base)
     stride = np.uint64(step)
-    pieces = ((start + fragments.size - np.uint64(1)) // stride - start // stride + np.uint64(1)).astype(np.int64)
-    if not len(fragments) or int(pieces.max()) == 1:
+    if not np.count_nonzero(start % stride + fragments.size > stride):
         return fragments
+    pieces = ((start + fragments.size - np.uint64(1)) // stride - start // stride + np.uint64(1)).astype(np.int64)
     source = np.repeat(np.arange(len(fragments)), pieces)
     within = (np.arange(len(source)) - np.repeat(np.cumsum(pieces) - pieces, pieces)).astype(np.uint64)
     begin = np.where(within == 0, start[source], (start[source] // stride + within) * stride)

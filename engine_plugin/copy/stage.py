@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from engine_plugin.copy.contract import Fragments
+from engine_plugin.copy.copies import Copies
 from engine_plugin.copy.cudart import CudaRuntime
 from engine_plugin.copy.reads import HALVES
 from engine_plugin.copy.xxh3 import Digests, finish
@@ -60,10 +61,11 @@ class GpuStage:
     def scatter(self, half: int, fragments: Fragments, after: torch.cuda.Event) -> None:
         src = fragments.pool + np.uint64(self.memory[half].data_ptr())
         kv, size = np.ascontiguousarray(fragments.kv), np.ascontiguousarray(fragments.size)
+        copies = Copies(self._runtime, Fragments(kv, src, size), is_load=True)
         with torch.cuda.device(self._device):
             self._stream.wait_event(after)
             try:
-                self._runtime.copy_batch(kv, src, size, self._handle, source_is_still=True)
+                copies.queue_batch(0, len(copies), self._handle)
             finally:  # what was queued before a failure is waited for as well
                 self._emptied[half].record(self._stream)
 

@@ -50,13 +50,13 @@ def rig() -> Any:
 
 def test_an_expected_load_is_right_and_is_not_read_twice(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     copied: list[int] = []
-    copy = rig.engine._copy_runs
+    fill = rig.engine._fill
 
-    def counted(stream: Any, dst: Any, src: Any, size: Any, *, still: bool) -> None:
-        copied.append(int(size.sum()))
-        copy(stream, dst, src, size, still=still)
+    def counted(lane: Any, buffer: int, copies: Any, begin: int, end: int) -> None:
+        copied.append(int(copies.size[begin:end].sum()))
+        fill(lane, buffer, copies, begin, end)
 
-    monkeypatch.setattr(rig.engine, "_copy_runs", counted)
+    monkeypatch.setattr(rig.engine, "_fill", counted)
     for seed in range(20):
         slots = random.Random(seed).sample(range(64), 5 + seed)
         if seed % 3 == 0:
