@@ -47,6 +47,8 @@ GRANULE_BYTES: Final = HUGE_PAGE_BYTES
 #: Smallest slot, and the step of the epoch table: one epoch for each 4 KiB, so every slot has one of its own.
 SLOT_BYTES_MIN: Final = 4096
 _EPOCH_SHIFT: Final = SLOT_BYTES_MIN.bit_length() - 1
+#: As numpy wants it: made anew for each use it takes a tenth of the look.
+_EPOCH_SHIFT_OF_OFFSETS: Final = np.uint64(_EPOCH_SHIFT)
 #: What a segment aims at: large enough that moving one between sizes is worth it, small enough to have many.
 SEGMENT_BYTES_TARGET: Final = 64 << 20
 _SEGMENTS_MIN: Final = 16
@@ -232,7 +234,7 @@ class Arena:
         if not size_class.segments:
             del self.classes[slot_bytes]
         if taken:
-            self._epochs[np.array(taken, dtype=np.uint64) >> np.uint64(_EPOCH_SHIFT)] += np.uint32(1)
+            self._epochs[np.array(taken, dtype=np.uint64) >> _EPOCH_SHIFT_OF_OFFSETS] += np.uint32(1)
         return taken
 
     def fill(self, offset: int, block: object) -> Segment:
@@ -263,7 +265,8 @@ class Arena:
 
     def epochs_of(self, offsets: Offsets) -> Epochs:
         """Epochs of slots, now."""
-        found: Epochs = self._epochs[offsets >> np.uint64(_EPOCH_SHIFT)]
+        # Signed, as numpy's own indices are: others are converted.
+        found: Epochs = self._epochs[(offsets >> _EPOCH_SHIFT_OF_OFFSETS).view(np.int64)]
         return found
 
     # -- segments --------------------------------------------------------------------------------------------------
@@ -432,7 +435,8 @@ class ArenaView:
 
     def epochs_of(self, offsets: Offsets) -> Epochs:
         """Epochs of slots, now. Compare after a copy with those of the lease."""
-        found: Epochs = self._epochs[offsets >> np.uint64(_EPOCH_SHIFT)]
+        # Signed, as numpy's own indices are: others are converted.
+        found: Epochs = self._epochs[(offsets >> _EPOCH_SHIFT_OF_OFFSETS).view(np.int64)]
         return found
 
     def prefault(self, offset: int, length: int) -> None:

@@ -114,7 +114,8 @@ class FramedCalls:
         self._unsent = memoryview(b"")
         #: Frames of post, in order. Whoever sends takes them along.
         self._posted: deque[bytes] = deque()
-        self._changed = threading.Condition(threading.Lock())  # guards the four below
+        self._lock = threading.Lock()  # guards the four below
+        self._changed = threading.Condition(self._lock)
         self._numbers = 0
         self._waiting: dict[int, _Waiting] = {}
         self._reading = False
@@ -132,7 +133,7 @@ class FramedCalls:
         entry = METHODS[method]
         payload = request.SerializeToString()
         waiting = _Waiting()
-        with self._changed:
+        with self._lock:
             self._numbers += 1
             number = self._numbers
             self._waiting[number] = waiting
@@ -140,7 +141,7 @@ class FramedCalls:
             self._send(packed(entry.number, number, payload), deadline)
             self._receive(waiting, deadline)
         finally:
-            with self._changed:
+            with self._lock:
                 self._waiting.pop(number, None)
         assert waiting.answer is not None
         if waiting.answer.kind == FAILED:
@@ -207,7 +208,7 @@ class FramedCalls:
         while True:
             mine = False
             try:
-                with self._changed:
+                with self._lock:
                     while self._reading and waiting.answer is None:
                         if not self._changed.wait(deadline - time.monotonic()):
                             raise self._late()
@@ -220,9 +221,10 @@ class FramedCalls:
                 self._read(waiting, deadline)
             finally:
                 if mine:
-                    with self._changed:
+                    with self._lock:
                         self._reading = False
-                        self._changed.notify_all()
+                        if len(self._waiting) > 1:
+                            self._changed.notify_all()
 
     def _read(self, waiting: _Waiting, deadline: float) -> None:
         """Reads as the one thread that does, until this call has its answer or the connection has ended."""
@@ -240,7 +242,7 @@ class FramedCalls:
             if not length:
                 self._end("it closed the connection")
                 return
-            with self._changed:
+            with self._lock:
                 others = False
                 for frame in self._splitter.feed(self._received[:length]):
                     found = self._waiting.get(frame.number)  # None: that caller's time was up

@@ -328,21 +328,20 @@ class EngineCalls:
         self, queries: Sequence[tuple[int, Sequence[bytes]]], extents_min: Sequence[int] = (), token_s: float = 0.0
     ) -> tuple[list[Lease], Attached]:
         """As acquire, with offsets in the pool in any case."""
-        reply, attached = self._connection.ask(
-            lambda at: (
-                "Acquire",
-                engine_pb2.AcquireRequest(
-                    session=at.session,
-                    namespace=digest_of(at),
-                    queries=[
-                        engine_pb2.Query(group=group, keys=keys, extents_min=least)
-                        for (group, keys), least in zip(queries, extents_min or [0] * len(queries), strict=True)
-                    ],
-                    request_id=self._connection.next_request_id(),
-                    token_s=token_s,
-                ),
+
+        def build(at: Attached) -> tuple[str, engine_pb2.AcquireRequest]:
+            request = engine_pb2.AcquireRequest(
+                session=at.session,
+                namespace=digest_of(at),
+                request_id=self._connection.next_request_id(),
+                token_s=token_s,
             )
-        )
+            # Made in place: a message that is handed to another one is copied.
+            for (group, keys), least in zip(queries, extents_min or [0] * len(queries), strict=True):
+                request.queries.add(group=group, keys=keys, extents_min=least)
+            return "Acquire", request
+
+        reply, attached = self._connection.ask(build)
         return [_lease(reply.generation, grant, reply.paths, reply.token_s) for grant in reply.grants], attached
 
     def claim(self, keys: Sequence[bytes], *, kv_group: int = 0) -> Lease:
@@ -481,7 +480,7 @@ def _lease(generation: bytes, grant: engine_pb2.Grant, paths: Sequence[str] = ()
         epochs_array(grant.epochs),
         grant.pending,
         grant.pending_from,
-        tuple(_extent(extent, paths) for extent in grant.extents),
+        tuple([_extent(extent, paths) for extent in grant.extents]) if grant.extents_lease else (),
         grant.extents_lease,
         grant.below_s,
         token_s,

@@ -77,6 +77,8 @@ class Extents:
 
     def release(self, session: Session, lease_ids: Sequence[int]) -> int:
         """Gives leases back; ids that are none are skipped. Returns how many there were."""
+        if not session.extents:
+            return 0
         leases = [lease for lease in map(session.extents.get, dict.fromkeys(lease_ids)) if lease is not None]
         for lease in leases:
             del session.extents[lease.id]

@@ -145,7 +145,7 @@ class FramedConnection(asyncio.BufferedProtocol):
             if method is None:
                 raise InvalidRequest(f"there is no call {frame.kind}: client and daemon do not match")
             reply = await self._methods[method.name](self._request(method, frame))
-            answer = packed(OK, frame.number, reply.SerializeToString())
+            answer = packed(OK, frame.number, reply.SerializeToString()) if frame.number != NO_ANSWER else b""
         except KVStoreError as error:
             self._refused(error)
             answer = packed_error(frame.number, error)

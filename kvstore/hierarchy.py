@@ -144,6 +144,8 @@ class Hierarchy:
         """
         lease = self._pin(session, keyspace, keys, request_id)
         ready = len(lease.blocks) if lease is not None else 0
+        if ready == len(keys):
+            return lease, 0, 0, []
         if 0 < extents_min <= len(keys) - ready and self.transfers.tiers and not self.draining:
             number, places = await self.extents.lease_run(session, keyspace, keys[ready:], request_id, extents_min)
             if number:

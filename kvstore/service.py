@@ -6,13 +6,12 @@ Everything runs on the daemon's event loop, which owns the hierarchy, so a metho
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import hmac
 import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from typing import Any, Final
 
 import numpy as np
@@ -88,15 +87,10 @@ class Gate:
         self._log.warning("refused a call without the daemon's token", key=host, peer=host)
         raise AccessDenied("this listener needs the daemon's token: --token-file on the command line, token= in Python")
 
-    @contextlib.contextmanager
-    def timed(self, method: str) -> Iterator[None]:
-        """Counts a call, and the time until it is answered."""
+    def timed(self, method: str) -> _Timed:
+        """Counts a call, and the time until it is answered: for a with statement."""
         self.calls[method] += 1
-        began = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[method] += time.perf_counter() - began
+        return _Timed(self.seconds, method)
 
     def count_error(self, error: KVStoreError) -> None:
         """Counts a call that failed."""
@@ -106,6 +100,22 @@ class Gate:
         """Answers with an error. Does not return."""
         self.count_error(error)
         await context.abort(status_of(error), str(error), ((ERROR_KEY, type(error).__name__),))
+
+
+class _Timed:
+    """Adds the time that a block takes. No generator makes it, which would take as long as the call it is for."""
+
+    __slots__ = ("_began", "_name", "_seconds")
+
+    def __init__(self, seconds: dict[str, float], name: str) -> None:
+        self._seconds = seconds
+        self._name = name
+
+    def __enter__(self) -> None:
+        self._began = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self._seconds[self._name] += time.perf_counter() - self._began
 
 
 class _Servicer:
@@ -298,34 +308,36 @@ class EngineService(_Servicer, engine_pb2_grpc.EngineServicer):
     async def Acquire(self, request: engine_pb2.AcquireRequest, context: Any) -> Any:
         hierarchy = self._hierarchy
         session = hierarchy.sessions.session(request.session)
-        self._check_count(sum(len(query.keys) for query in request.queries))
+        # Each access to a field of a message makes an object.
+        queries = [(query, list(query.keys)) for query in request.queries]
+        self._check_count(sum([len(keys) for _, keys in queries]))
         self._check_wanted(session, request.request_id)
         # Every group is looked up before the first pin is taken, so that a bad query leaves nothing held.
-        keyspaces = [hierarchy.namespaces.keyspace(request.namespace, query.group) for query in request.queries]
+        keyspaces = [hierarchy.namespaces.keyspace(request.namespace, query.group) for query, _ in queries]
         entry = keyspaces[0].namespace if keyspaces else None
         if entry is not None and 0 < request.token_s < math.inf:
             entry.token_s = request.token_s
         paths: dict[str, int] = {}
-        return engine_pb2.AcquireReply(
-            generation=self._generation + session.group.id,
-            grants=[
-                await self._acquire(session, keyspace, query, request, paths)
-                for keyspace, query in zip(keyspaces, request.queries, strict=True)
-            ],
-            paths=list(paths),
-            token_s=entry.token_s if entry is not None else 0.0,
-        )
+        reply = engine_pb2.AcquireReply(generation=self._generation + session.group.id)
+        for keyspace, (query, keys) in zip(keyspaces, queries, strict=True):
+            await self._acquire(session, keyspace, query, keys, request, reply.grants, paths)
+        if paths:
+            reply.paths.extend(paths)
+        if entry is not None and entry.token_s:
+            reply.token_s = entry.token_s
+        return reply
 
     async def _acquire(
         self,
         session: Session,
         keyspace: Keyspace,
         query: engine_pb2.Query,
+        keys: list[bytes],
         request: engine_pb2.AcquireRequest,
+        grants: Any,
         paths: dict[str, int],
-    ) -> engine_pb2.Grant:
+    ) -> None:
         hierarchy = self._hierarchy
-        keys = list(query.keys)
         lease, pending, number, places = await hierarchy.acquire_or_promote(
             session,
             keyspace,
@@ -334,7 +346,8 @@ class EngineService(_Servicer, engine_pb2_grpc.EngineServicer):
             from_peer=request.from_peer,
             extents_min=query.extents_min if session.mapped else 0,
         )
-        grant = self._granted(lease, pending)
+        grant = grants.add()
+        self._fill(grant, lease, pending)
         if number:
             grant.extents_lease = number
             grant.extents.extend(_extents(enumerate(places, grant.ready), paths))
@@ -343,7 +356,6 @@ class EngineService(_Servicer, engine_pb2_grpc.EngineServicer):
             coming = keys[grant.ready : grant.ready + pending]
             grant.pending_from = hierarchy.coming_from(keyspace, coming)
             grant.below_s = hierarchy.transfers.coming_s(keyspace, coming) or 0.0
-        return grant
 
     @_method
     async def Select(self, request: engine_pb2.SelectRequest, context: Any) -> Any:
@@ -359,7 +371,9 @@ class EngineService(_Servicer, engine_pb2_grpc.EngineServicer):
             wait_s=self._wait_s(request.wait_ms),
             request_id=request.request_id,
         )
-        return engine_pb2.SelectReply(generation=self._generation + session.group.id, grant=self._granted(lease))
+        reply = engine_pb2.SelectReply(generation=self._generation + session.group.id)
+        self._fill(reply.grant, lease)
+        return reply
 
     @_at_once
     @_method
@@ -369,11 +383,12 @@ class EngineService(_Servicer, engine_pb2_grpc.EngineServicer):
         session = self._hierarchy.sessions.session(request.session)
         for request_id in request.forget:
             self._hierarchy.forget(session, request_id)
+        leases = list(request.leases)
         if request.remove:
-            released, removed = await self._hierarchy.confirm(session, request.leases, hold=request.hold)
+            released, removed = await self._hierarchy.confirm(session, leases, hold=request.hold)
         else:
-            released, removed = self._hierarchy.release(session, request.leases)
-        released += self._hierarchy.extents.release(session, request.leases)
+            released, removed = self._hierarchy.release(session, leases)
+        released += self._hierarchy.extents.release(session, leases)
         return engine_pb2.ReleaseReply(released=released, removed=removed)
 
     @_method
@@ -507,17 +522,16 @@ class EngineService(_Servicer, engine_pb2_grpc.EngineServicer):
             )
         return wait_ms / 1000
 
-    def _granted(self, lease: Lease | None, pending: int = 0) -> engine_pb2.Grant:
-        if lease is None:
-            return engine_pb2.Grant(pending=pending)
-        offsets, epochs = self._hierarchy.locations(lease)
-        return engine_pb2.Grant(
-            lease=lease.id,
-            ready=len(lease.blocks),
-            pending=pending,
-            offsets=offsets.tobytes(),
-            epochs=epochs.tobytes(),
-        )
+    def _fill(self, grant: engine_pb2.Grant, lease: Lease | None, pending: int = 0) -> None:
+        """Writes a lease where it travels: a message that is handed to another one is copied."""
+        if pending:
+            grant.pending = pending
+        if lease is not None:
+            offsets, epochs = self._hierarchy.locations(lease)
+            grant.lease = lease.id
+            grant.ready = len(lease.blocks)
+            grant.offsets = offsets.tobytes()
+            grant.epochs = epochs.tobytes()
 
 
 def _extents(places: Iterable[tuple[int, Held | None]], paths: dict[str, int]) -> list[engine_pb2.Extent]:
