@@ -212,7 +212,7 @@ class Pool:
         if not chain:
             return
         first = chain[0].home
-        if all(block.home is first for block in chain):
+        if len({block.home for block in chain}) == 1:
             first.policy.touch(chain)
         else:
             by_home: dict[Home, list[Block]] = {}

