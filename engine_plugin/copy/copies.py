@@ -26,7 +26,7 @@ class Copies:
         size: Bytes of each copy.
     """
 
-    __slots__ = ("_addresses", "_dst", "_runtime", "_source_is_still", "_src", "size")
+    __slots__ = ("_dst", "_dst_at", "_runtime", "_size_at", "_source_is_still", "_src", "_src_at", "size")
 
     def __init__(self, runtime: Runtime, fragments: Fragments, *, is_load: bool) -> None:
         """
@@ -37,7 +37,7 @@ class Copies:
         self._runtime = runtime
         self._dst, self._src = (fragments.kv, fragments.pool) if is_load else (fragments.pool, fragments.kv)
         self.size = fragments.size
-        self._addresses = [array.ctypes.data for array in (self._dst, self._src, self.size)]
+        self._dst_at, self._src_at, self._size_at = (array.ctypes.data for array in (self._dst, self._src, self.size))
         self._source_is_still = is_load
 
     def __len__(self) -> int:
@@ -56,9 +56,16 @@ class Copies:
             self.queue_batch(begin, end, stream)
             return
         for index in range(begin, end):
-            self._runtime.copy(int(self._dst[index]), int(self._src[index]), int(self.size[index]), stream)
+            self._runtime.copy(self._dst.item(index), self._src.item(index), self.size.item(index), stream)
 
     def queue_batch(self, begin: int, end: int, stream: int) -> None:
         """The same in one call, for memory of any kind."""
-        dst, src, size = (address + 8 * begin for address in self._addresses)
-        self._runtime.copy_batch(dst, src, size, end - begin, stream, source_is_still=self._source_is_still)
+        at = 8 * begin
+        self._runtime.copy_batch(
+            self._dst_at + at,
+            self._src_at + at,
+            self._size_at + at,
+            end - begin,
+            stream,
+            source_is_still=self._source_is_still,
+        )

@@ -18,7 +18,7 @@ from engine_plugin.copy.contract import Fragments
 
 #: Windows of a section to those of the one before it: to plan one takes the host a small part of what the bus needs for
 #: it.
-_SECTION_FACTOR: Final = 8
+_SECTION_FACTOR: Final = 16
 #: No program of a kernel moves more than this of one fragment, so that few long fragments are spread as well.
 PIECE_BYTES: Final = 64 << 10
 

@@ -108,4 +108,4 @@ def test_a_long_job_is_planned_in_few_sections() -> None:
     fragments = Fragments(at + np.uint64(1 << 30), at + np.uint64(BASE), size)
     buffers = plan.Buffers(BUFFERS_AT, 64, 2, 1)
     sections = list(plan.sections(fragments, runs.breaks_of(fragments), buffers, BASE, 1 << 20))
-    assert [len(section.buffers) for section in sections] == [2, 16, 128, 366]
+    assert [len(section.buffers) for section in sections] == [2, 32, 478]
