@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 import socket
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 
+from kvstore import handoff_server
 from kvstore.endpoint import parse_endpoint
 from kvstore.errors import LimitExceeded
-from kvstore.handoff import SUFFIX
 from kvstore.wire.channel import open_channel
 from kvstore.wire.convert import error_of
 from kvstore.wire.v1 import engine_pb2, engine_pb2_grpc
@@ -116,13 +119,29 @@ def test_the_number_of_sessions_has_a_ceiling_that_is_named(daemon: Daemon) -> N
     streams.channel.close()
 
 
-def test_a_connection_that_says_nothing_to_the_mapping_socket_is_dropped(daemon: Daemon) -> None:
-    before = daemon.open_files()
-    idle = [socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) for _ in range(50)]
-    for connection in idle:
-        connection.connect(str(daemon.socket) + SUFFIX)
-    for connection in idle:
-        connection.settimeout(PATIENCE_S)
-        assert connection.recv(1) == b""
-        connection.close()
-    eventually(lambda: daemon.open_files() <= before, "descriptors come back")
+async def test_a_connection_that_says_nothing_to_the_mapping_socket_is_dropped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handoff_server, "_HELLO_S", 0.05)
+
+    def never(*_: object) -> Any:
+        raise AssertionError("nobody has said who it is")
+
+    with open("/dev/null") as nothing:
+        server = handoff_server.HandoffServer(nothing.fileno(), nothing.fileno(), 0, never, never, never)
+        server.listen(str(tmp_path / "s"))
+        loop = asyncio.get_running_loop()
+        before = len(os.listdir("/proc/self/fd"))
+        idle = [socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) for _ in range(50)]
+        async with asyncio.timeout(PATIENCE_S):
+            for number, connection in enumerate(idle):
+                connection.setblocking(False)
+                await loop.sock_connect(connection, str(tmp_path / "s"))
+                if number % 2:  # not all of it
+                    await loop.sock_sendall(connection, b"half")
+            for connection in idle:
+                assert await loop.sock_recv(connection, 1) == b""
+                connection.close()
+            while len(os.listdir("/proc/self/fd")) > before:
+                await asyncio.sleep(0.001)
+        await server.close()
