@@ -366,6 +366,8 @@ class LookupBuffer:
         with self._lock:
             self._absent = {key: until for key, until in self._absent.items() if until > now}
             self._absent.update((key, now + _ABSENT_S) for key in keys if key not in heads)
+            # All of them, for whoever asks next: the caller may stop at the first that answers.
+            self._heads.update((key, head) for key, head in heads.items() if key in self._list.spots)
         return heads
 
     def _answers(self, head: Head, query: Prefixes | None) -> bool:

@@ -115,6 +115,17 @@ def test_a_lookup_buffer_over_tcp_alone(far: FarDaemon) -> None:
         assert one.drop_select(None, None, 0) is None
 
 
+def test_a_far_buffer_reads_each_head_once(far: FarDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    with LookupBuffer("b", far.endpoint) as one, LookupBuffer("b", far.endpoint) as other:
+        for number in range(20):
+            assert one.insert(np.array([number]), None, None, None, None).wait(PATIENCE_S).stored == 1
+        heads, read = other._records.heads, list[bytes]()
+        monkeypatch.setattr(other._records, "heads", lambda keys: read.extend(keys) or heads(keys))
+        for number in range(20):
+            assert other.drop_select(np.array([number]), None, PATIENCE_S) is not None
+        assert len(read) == len(set(read)) == 20
+
+
 def test_kv_transfer_over_tcp_alone(far: FarDaemon) -> None:
     layers = [[KVTensor("float32", (2, None, 8), 4)] for _ in range(4)]
     computed = [[np.random.default_rng(index).random((2, 100, 8), np.float32)] for index in range(4)]
