@@ -16,6 +16,8 @@ from engine_plugin.copy.reads import HALVES, STAGE_BYTES, DirectReads, Read
 #: Reads at once, each by a thread that sleeps in the kernel or in cuFile. Measured on a disk of 1.7 GB/s, where 4 reach
 #: nine tenths of that; fast drives want more.
 THREADS: Final = 16
+#: A block is read in pieces of so many bytes, each by one thread.
+PIECE_BYTES: Final = 4 << 20
 #: Files open at a time; a disk tier has about 64, and a few hundred where it is large.
 FILES_MAX: Final = 256
 #: What cuFile wants of places in memory and in files.
@@ -35,6 +37,26 @@ class GdsUnavailable(Exception):
     def __init__(self, reason: str, text: str) -> None:
         super().__init__(text)
         self.reason = reason
+
+
+class _Pieces:
+    """Several reads that are one. Kvikio cuts reads by itself too, but where one of its pieces fails, not every version
+    waits for the others: they would be written into a buffer that has other blocks by then.
+    """
+
+    def __init__(self, reads: list[Read]) -> None:
+        self._reads = reads
+
+    def get(self) -> int:
+        size_bytes, error = 0, None
+        for read in self._reads:
+            try:
+                size_bytes += read.get()
+            except Exception as problem:
+                error = error or problem
+        if error is not None:
+            raise error
+        return size_bytes
 
 
 class KvikioFiles:
@@ -77,8 +99,12 @@ class KvikioFiles:
         Raises:
             OSError, RuntimeError: the file cannot be opened.
         """
-        read: Read = self._file(path).pread(into, size_bytes, offset)
-        return read
+        file, reads = self._file(path), []
+        for begin in range(0, size_bytes, PIECE_BYTES):
+            size = min(PIECE_BYTES, size_bytes - begin)
+            # A task as large as the piece: it is one thread's.
+            reads.append(file.pread(into[begin : begin + size], size, offset + begin, size))
+        return _Pieces(reads)
 
     def _file(self, path: str) -> Any:
         status = os.stat(path)  # the daemon may have made a new file of that name

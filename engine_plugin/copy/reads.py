@@ -4,16 +4,20 @@ places. Knows neither how files are read nor where the memory is (gds.py and sta
 The buffer has two halves: while one is filled from the files, the other is checked and emptied. Nothing is written to
 KV memory that did not have the checksum that was stored with it.
 
-Threads: `begin` and `wait` are for the worker's thread. One thread goes through the jobs, in their order, and calls
-`then`.
+A medium may hang. What is read goes into the buffer and nowhere else, so nobody has to wait for that: its job ends, as
+do those behind it, and the buffer is not used for anything until the reads have come back.
+
+Threads: all methods are for the worker's thread. One thread goes through the jobs, in their order, and calls `then`;
+where it hangs, `poll` and `wait` do.
 """
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
+import queue
+import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -22,18 +26,21 @@ from engine_plugin.copy import runs
 from engine_plugin.copy.contract import Fragments, Then
 from kvstore.direct import DiskExtent
 from kvstore.errors import Damage
-from kvstore.threads import started_pool
 
 #: Of the whole buffer, where blocks are not larger than half of it: enough reads at once to keep fast drives busy.
 STAGE_BYTES: Final = 128 << 20
 HALVES: Final = 2
+#: A medium of which nothing has come for so long hangs.
+HANGS_S: Final = 10.0
+#: Pause between two looks of `wait`.
+_LOOK_S: Final = 0.02
 
 
 class Read(Protocol):
     """A read under way."""
 
     def get(self) -> int:
-        """Waits. Returns the bytes read; raises what went wrong."""
+        """Waits until nothing more is written. Returns the bytes read; raises what went wrong. To be called once."""
 
 
 class Files(Protocol):
@@ -83,11 +90,26 @@ class Stage(Protocol):
 class DirectRead:
     """A job under way: over once its `then` was called."""
 
-    __slots__ = ("future", "over")
+    __slots__ = ("ended", "then")
 
-    def __init__(self) -> None:
-        self.over = False
-        self.future: concurrent.futures.Future[None] | None = None
+    def __init__(self, then: Then) -> None:
+        self.then = then
+        self.ended = threading.Event()
+
+    @property
+    def over(self) -> bool:
+        return self.ended.is_set()
+
+    def end(self, seconds: float, error: BaseException | None) -> None:
+        """Calls `then`."""
+        try:
+            self.then(seconds, error)
+        finally:
+            self.ended.set()
+
+
+class _Hangs(Exception):
+    """The jobs were given up while a medium was waited for."""
 
 
 class DirectReads:
@@ -95,13 +117,25 @@ class DirectReads:
 
     Args:
         block_bytes: Of every block.
+
+    Raises:
+        RuntimeError: there is no thread to be had.
     """
 
-    def __init__(self, files: Files, stage: Stage, block_bytes: int) -> None:
+    def __init__(self, files: Files, stage: Stage, block_bytes: int, now: Callable[[], float] = time.monotonic) -> None:
         self._files = files
         self._stage = stage
         self._block_bytes = block_bytes
-        self._thread = started_pool(1, "kvstore-gds")
+        self._now = now
+        self._lock = threading.Lock()  # guards the four below
+        self._jobs: list[DirectRead] = []  # that are not over
+        self._waits_since: float | None = None  # the thread, for the medium
+        self._given_up = False
+        self._closed = False
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        # Not one that the process waits for when it ends: a read may hang for ever.
+        self._thread = threading.Thread(target=self._run, name="kvstore-gds", daemon=True)
+        self._thread.start()
         #: Bytes read and checked so far; written by the thread.
         self.read_bytes = 0
 
@@ -120,34 +154,93 @@ class DirectReads:
                 was stored.
 
         Raises:
-            RuntimeError: this is closed; `then` will not be called.
+            RuntimeError: this is closed or hangs; `then` will not be called.
         """
-        job = DirectRead()
+        job = DirectRead(then)
         mark = self._stage.mark()
 
-        def run() -> None:
-            began, error = time.monotonic(), None
+        def work() -> None:
+            began, error = self._now(), None
             try:
                 self._load(extents, fragments, mark)
             except BaseException as problem:
                 error = problem
-            job.over = True
-            then(time.monotonic() - began, error)
+            with self._lock:
+                if job not in self._jobs:
+                    return  # its end was told
+                self._jobs.remove(job)
+            job.end(max(0.0, self._now() - began), error)
 
-        job.future = self._thread.submit(run)
+        with self._lock:
+            if self._closed or self._given_up:
+                raise RuntimeError("blocks are not read past the pool any more")
+            self._jobs.append(job)
+            self._work.put(work)
         return job
+
+    def poll(self) -> bool:
+        """Whether the medium hangs. Then every job is over, badly, and there will be no others."""
+        since = self._waits_since
+        if since is None or self._now() - since < HANGS_S:
+            return self._given_up
+        with self._lock:
+            if self._given_up or self._waits_since is None or self._now() - self._waits_since < HANGS_S:
+                return self._given_up
+            self._given_up = True
+            jobs, self._jobs = self._jobs, []
+        with contextlib.suppress(Exception):  # the GPU is lost
+            for half in range(HALVES):
+                self._stage.settle(half)  # what was right before is on its way into KV memory
+        for job in jobs:
+            job.end(0.0, TimeoutError(f"nothing has been read for {HANGS_S:.0f} s: the medium hangs"))
+        return True
+
+    @property
+    def hangs(self) -> bool:
+        """Whether it was given up, and reads are still under way."""
+        return self._given_up and self._thread.is_alive()
 
     def wait(self, jobs: Collection[DirectRead]) -> None:
         """Returns once these jobs are over."""
-        concurrent.futures.wait([job.future for job in jobs if job.future is not None])
+        for job in jobs:
+            while not job.ended.wait(_LOOK_S):
+                self.poll()
 
     def close(self) -> None:
-        """Ends every job, well or badly."""
-        self._thread.shutdown(wait=True)
+        """Ends every job, well or badly. Where reads hang, what they use stays."""
+        with self._lock:
+            self._closed = True
+            jobs = list(self._jobs)
+        self.wait(jobs)
+        self._work.put(None)
+        if self.hangs:
+            return
+        self._thread.join()
         self._files.close()
         self._stage.close()
 
     # -- on the thread -------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._given_up and (work := self._work.get()) is not None:
+            with contextlib.suppress(Exception):  # of a `then`; those behind it do not wait for ever
+                work()
+
+    @contextlib.contextmanager
+    def _medium(self) -> Iterator[None]:
+        """While something is waited for that only the medium can give.
+
+        Raises:
+            _Hangs: it was given up meanwhile.
+        """
+        self._waits_since = self._now()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._waits_since = None
+        if self._given_up:
+            raise _Hangs
 
     def _load(self, extents: Sequence[DiskExtent], fragments: Fragments, mark: Any) -> None:
         if any(extent.size_bytes != self._block_bytes for extent in extents):
@@ -165,7 +258,8 @@ class DirectReads:
                     stage.settle(half)
                     for row, extent in enumerate(extents[first : first + rows]):
                         place = stage.place(half, row)
-                        reads[half].append(self._files.read(extent.path, extent.offset, extent.size_bytes, place))
+                        with self._medium():
+                            reads[half].append(self._files.read(extent.path, extent.offset, extent.size_bytes, place))
                 if number:
                     before = firsts[number - 1]
                     part = runs.take(fragments, slice(*np.searchsorted(block, [before, before + rows])))
@@ -174,7 +268,7 @@ class DirectReads:
                     self._finish((number - 1) % HALVES, extents[before : before + rows], reads, part, mark)
         finally:
             for read in [read for several in reads for read in several]:
-                with contextlib.suppress(Exception):  # it is the end that matters: its bytes are of no use
+                with contextlib.suppress(Exception), self._medium():  # its end matters, its bytes are of no use
                     read.get()
             for half in range(HALVES):
                 stage.settle(half)
@@ -185,9 +279,10 @@ class DirectReads:
     ) -> None:
         """Waits for the reads of a half, checks it and empties it."""
         while reads[half]:
-            if reads[half][-1].get() != self._block_bytes:
+            with self._medium():
+                size_bytes = reads[half].pop(0).get()
+            if size_bytes != self._block_bytes:
                 raise Damage("a file on the disk is shorter than the blocks in it")
-            reads[half].pop()
         for extent, check in zip(extents, self._stage.checks(half, len(extents)), strict=True):
             if check != extent.check:
                 raise Damage(f"the block at {extent.offset} in {extent.path} is not what was stored")

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Final
 
 from engine_plugin.vllm.rates import PROBE_S, LoadPolicy
@@ -43,6 +43,7 @@ class Opening:
         self._thread: threading.Thread | None = None
         self._opened: tuple[Any, str] | None = None  # written by the thread
         self._told: tuple[str, str] | None = None
+        self._hanging: Any = None  # what a hanging medium still writes into
         #: None: there is no way past the pool, or it is not known so far.
         self.reads: Any = None
 
@@ -80,6 +81,23 @@ class Opening:
         self._told = (mode, state)
         return self._told
 
+    def poll(self) -> None:
+        """Looks whether the medium hangs: then every read is over, and there are no others before it has come back."""
+        if self.reads is not None and self.reads.poll():
+            self._hanging, self.reads, self._opened = self.reads, None, (None, "hangs")
+            log.warning("kvstore: a read past the pool hangs; blocks on disk come up through the pool")
+        elif self._hanging is not None and not self._hanging.hangs:
+            hanging, self._hanging, self._opened = self._hanging, None, None
+            try:
+                hanging.close()
+            except Exception as error:
+                log.warning("kvstore: what reads past the pool have used could not be given back: %s", error)
+
+    def wait(self, jobs: Collection[Any]) -> None:
+        """Returns once these reads are over. Those of a medium that hangs are."""
+        if self.reads is not None:
+            self.reads.wait(jobs)
+
     def _open(self, compat: bool) -> None:
         try:
             reads = self._open_reads(compat)
@@ -96,8 +114,9 @@ class Opening:
         if self._thread is not None:
             self._thread.join()
             self.reads = self._opened[0] if self._opened is not None else None
-        if self.reads is not None:
-            self.reads.close()
+        for reads in (self.reads, self._hanging):
+            if reads is not None:
+                reads.close()
 
 
 class DirectLoads:

@@ -120,7 +120,7 @@ class KVStoreWorker(OffloadingWorker):
         self._acks = AckSender()
         self._last_attached: bytes | None = None
         self._moved: Counter[str] = Counter()
-        self._read_direct = 0
+        self._read_direct: tuple[Any, int] = (None, 0)
         self._last_registered = (0, "")
         self._report = WorkerReport()
         self._failed_loads: set[str] = set()
@@ -188,23 +188,20 @@ class KVStoreWorker(OffloadingWorker):
     def _poll(self) -> None:
         self._engine.poll()
         self._far.poll()
+        self._direct.poll()
 
     @guarded(nothing)
     def wait(self, job_ids: set[int]) -> None:
         self._engine.wait([copy for job_id in job_ids for copy in self._under_way.get(job_id, ())])
         self._far.wait([self._far_under_way[job_id] for job_id in job_ids if job_id in self._far_under_way])
-        self._wait_direct([self._direct_under_way[job_id] for job_id in job_ids if job_id in self._direct_under_way])
+        self._direct.wait([self._direct_under_way[job_id] for job_id in job_ids if job_id in self._direct_under_way])
 
     @guarded(nothing)
     def finish(self) -> None:
         """Returns once no copy touches KV memory any more."""
         self._engine.wait([copy for copies in self._under_way.values() for copy in copies])
         self._far.wait(list(self._far_under_way.values()))
-        self._wait_direct(list(self._direct_under_way.values()))
-
-    def _wait_direct(self, jobs: list[DirectRead]) -> None:
-        if jobs:
-            self._direct.reads.wait(jobs)
+        self._direct.wait(list(self._direct_under_way.values()))
 
     def shutdown(self) -> None:
         # Each by itself: whatever one leaves behind, the session's end gives back what this worker holds.
@@ -312,9 +309,11 @@ class KVStoreWorker(OffloadingWorker):
         if news is not None:
             self._report.gds[self._rank] = news
         reads = self._direct.reads
-        if reads is not None and reads.read_bytes != self._read_direct:
-            before, self._read_direct = self._read_direct, reads.read_bytes
-            self._report.copied_bytes[reads.how] = self._read_direct - before
+        if reads is not None:
+            (reader, before), self._read_direct = self._read_direct, (reads, reads.read_bytes)
+            read_bytes = self._read_direct[1] - (before if reader is reads else 0)
+            if read_bytes:
+                self._report.copied_bytes[reads.how] = read_bytes
 
     # -- copies --------------------------------------------------------------------------------------------------------
 

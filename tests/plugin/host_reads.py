@@ -9,6 +9,8 @@ import concurrent.futures
 import ctypes
 import os
 import threading
+import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -19,10 +21,11 @@ from engine_plugin.copy.reads import HALVES, DirectReads
 
 
 class _Read:
-    def __init__(self, future: concurrent.futures.Future[int]) -> None:
-        self._future = future
+    def __init__(self, future: concurrent.futures.Future[int], waited: threading.Event) -> None:
+        self._future, self._waited = future, waited
 
     def get(self) -> int:
+        self._waited.set()
         return self._future.result()
 
 
@@ -30,6 +33,7 @@ class PlainFiles:
     """Attributes:
     go: Reads wait for this; set at first.
     entered: A read has begun.
+    waited: Somebody waits for a read, or has.
     broken: What reads raise.
     reading: Reads under way.
     """
@@ -38,7 +42,7 @@ class PlainFiles:
 
     def __init__(self) -> None:
         self._threads = concurrent.futures.ThreadPoolExecutor(4)
-        self.go, self.entered = threading.Event(), threading.Event()
+        self.go, self.entered, self.waited = threading.Event(), threading.Event(), threading.Event()
         self.go.set()
         self.broken: Exception | None = None
         self._lock = threading.Lock()
@@ -46,7 +50,7 @@ class PlainFiles:
         self.closed = False
 
     def read(self, path: str, offset: int, size_bytes: int, into: memoryview) -> _Read:
-        return _Read(self._threads.submit(self._read, path, offset, into[:size_bytes]))
+        return _Read(self._threads.submit(self._read, path, offset, into[:size_bytes]), self.waited)
 
     def _read(self, path: str, offset: int, into: memoryview) -> int:
         with self._lock:
@@ -97,7 +101,9 @@ class HostStage:
         self.closed = True
 
 
-def host_reads(block_bytes: int, rows: int = 2) -> tuple[DirectReads, PlainFiles]:
+def host_reads(
+    block_bytes: int, rows: int = 2, now: Callable[[], float] = time.monotonic
+) -> tuple[DirectReads, PlainFiles]:
     """Direct reads, and the files to make them fail."""
     files = PlainFiles()
-    return DirectReads(files, HostStage(block_bytes, rows), block_bytes), files
+    return DirectReads(files, HostStage(block_bytes, rows), block_bytes, now), files

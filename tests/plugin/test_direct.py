@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import logging
 import threading
+from pathlib import Path
 
+import numpy as np
 import pytest
 
-from engine_plugin.copy.reads import DirectReads
+from engine_plugin.copy.contract import Fragments
+from engine_plugin.copy.reads import HANGS_S, DirectReads
 from engine_plugin.vllm.direct import READ_BYTES_MIN, DirectLoads, Opening
 from engine_plugin.vllm.rates import PROBE_S, LoadPolicy
-from tests.plugin.host_reads import host_reads
+from kvstore.direct import DiskExtent
+from tests.plugin.host_reads import PlainFiles, host_reads
 
 BLOCK = 4096
 MIB = 1 << 20
@@ -32,6 +36,8 @@ class Driver:
     def __init__(self, *, nvidia_fs: bool = False, problem: Exception | None = None) -> None:
         self.nvidia_fs, self.problem = nvidia_fs, problem
         self.asked: list[bool] = []
+        self.files: list[PlainFiles] = []
+        self.time = 0.0
         self.go = threading.Event()
         self.go.set()
 
@@ -42,7 +48,8 @@ class Driver:
             raise self.problem
         if not self.nvidia_fs and not compat:
             raise Unavailable("no_nvidia_fs")
-        reads, files = host_reads(BLOCK)
+        reads, files = host_reads(BLOCK, now=lambda: self.time)
+        self.files.append(files)
         files.how = "gds" if self.nvidia_fs else "gds_compat"
         return reads
 
@@ -117,6 +124,36 @@ def test_an_engine_does_not_wait_while_it_looks() -> None:
     assert opening.reads is not None
     with pytest.raises(RuntimeError):
         opening.reads.begin([], None, None)
+
+
+def test_a_medium_that_hangs_is_tried_again_when_it_has_come_back(tmp_path: Path) -> None:
+    driver = Driver(nvidia_fs=True)
+    opening = Opening("auto", driver.open)
+    assert settled(opening, "auto") == ("auto", "gds")
+    (files,) = driver.files
+    files.go.clear()
+    (tmp_path / "slab").write_bytes(bytes(BLOCK))
+    ends: list[BaseException | None] = []
+    nothing = Fragments(*(np.zeros(0, np.uint64) for _ in range(3)))
+    extents = [DiskExtent(str(tmp_path / "slab"), 0, BLOCK, 0)]
+    hanging = opening.reads
+    job = hanging.begin(extents, nothing, lambda _seconds, error: ends.append(error))
+    assert files.waited.wait(60)
+    opening.poll()
+    assert opening.reads is hanging and not ends
+    driver.time += HANGS_S
+    opening.poll()
+    assert opening.reads is None and isinstance(ends[0], TimeoutError)
+    opening.wait([job])
+    assert settled(opening, "auto") == ("auto", "hangs")
+    opening.poll()
+    assert settled(opening, "auto") is None and not files.closed
+    files.go.set()
+    hanging._thread.join()
+    opening.poll()
+    assert files.closed and settled(opening, "auto") == ("auto", "gds")
+    opening.close()
+    assert len(ends) == 1
 
 
 class Loads:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 import xxhash
 
 from engine_plugin.copy.contract import Fragments
-from engine_plugin.copy.reads import DirectRead
+from engine_plugin.copy.reads import HANGS_S, DirectRead
 from kvstore.direct import DiskExtent
 from kvstore.errors import Damage
 from tests.plugin.host_reads import host_reads
@@ -46,7 +47,8 @@ class Rig:
             order * np.uint64(PAGE),
             np.full(len(order), PAGE, np.uint64),
         )
-        self.reads, self.files = host_reads(BLOCK)
+        self.time = 0.0
+        self.reads, self.files = host_reads(BLOCK, now=lambda: self.time)
         self.errors: list[BaseException | None] = []
         self.ended = threading.Event()
 
@@ -61,7 +63,7 @@ class Rig:
     def load(self) -> BaseException | None:
         job = self.begin()
         self.reads.wait([job])
-        assert job.over and len(self.errors) == 1
+        assert job.over and len(self.errors) == 1 and not self.reads.poll()
         return self.errors.pop()
 
     def right(self) -> bool:
@@ -153,3 +155,65 @@ def test_jobs_end_in_their_order_and_before_close(rig: Rig) -> None:
     assert order == [0, 1, 2] and all(job.over for job in jobs) and rig.right()
     with pytest.raises(RuntimeError):
         rig.begin()
+
+
+def until(holds: Callable[[], bool]) -> None:
+    end = time.monotonic() + LIMIT_S
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("blocks", [1, 7])
+def test_a_medium_that_hangs_ends_all_jobs_and_what_it_reads_later_goes_nowhere(tmp_path: Path, blocks: int) -> None:
+    rig = Rig(tmp_path, blocks)
+    rig.files.go.clear()
+    ends: list[tuple[int, BaseException | None]] = []
+
+    def begin(number: int) -> DirectRead:
+        return rig.reads.begin(rig.extents, rig.fragments, lambda _seconds, error: ends.append((number, error)))
+
+    jobs = [begin(number) for number in range(3)]
+    assert rig.files.waited.wait(LIMIT_S)
+    rig.time += HANGS_S - 1
+    assert not rig.reads.poll() and not ends and not rig.reads.hangs
+    rig.time += 1
+    rig.reads.wait(jobs)  # as an engine does that takes memory back
+    assert [number for number, _ in ends] == [0, 1, 2] and all(isinstance(error, TimeoutError) for _, error in ends)
+    assert all(job.over for job in jobs) and rig.reads.poll() and rig.reads.hangs
+    with pytest.raises(RuntimeError):
+        begin(3)
+    rig.reads.close()  # does not wait, and leaves the buffer that is read into
+    assert not rig.files.closed
+    rig.files.go.set()
+    until(lambda: not rig.reads.hangs)
+    rig.reads.close()
+    assert rig.files.closed and not rig.kv.any() and len(ends) == 3
+
+
+def test_a_medium_that_hangs_is_not_waited_for_at_the_end(rig: Rig) -> None:
+    rig.files.go.clear()
+    job = rig.reads.begin(rig.extents, rig.fragments, lambda _seconds, error: rig.errors.append(error))
+    closing = threading.Thread(target=rig.reads.close)
+    closing.start()
+    assert rig.files.waited.wait(LIMIT_S)
+    rig.time += HANGS_S
+    closing.join(LIMIT_S)
+    assert not closing.is_alive() and job.over and isinstance(rig.errors.pop(), TimeoutError)
+    rig.files.go.set()
+    until(lambda: not rig.reads.hangs)
+
+
+def test_one_read_after_the_other_may_take_as_long_as_it_likes(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, 7)
+    stage = rig.reads._stage
+    settle = stage.settle
+
+    def later(half: int) -> None:
+        rig.time += HANGS_S - 1
+        assert not rig.reads.poll()
+        settle(half)
+
+    stage.settle = later  # type: ignore[method-assign]
+    assert rig.load() is None and rig.right()
+    rig.reads.close()
