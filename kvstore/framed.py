@@ -105,6 +105,7 @@ class FramedConnection(asyncio.BufferedProtocol):
         """Begins calls that have come, in their order, and reads on when there is none left."""
         if self._resting:
             return
+        call: asyncio.Task[None] | None = None
         for _ in range(_TURN_CALLS):
             if not self._frames or self._stuck:
                 break
@@ -112,8 +113,9 @@ class FramedConnection(asyncio.BufferedProtocol):
             if call is not None:
                 self._calls.add(call)
                 call.add_done_callback(self._done)
-                break  # it may have done nothing so far: the next one comes after its first step
-        if self._frames and not self._stuck:
+                break
+        # A call that became a task may have done nothing so far: the next one is begun after its first step.
+        if call is not None or (self._frames and not self._stuck):
             self._resting = True
             self._loop.call_soon(self._end_rest)
         self._pace()
