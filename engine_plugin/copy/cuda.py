@@ -26,18 +26,19 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Final
 
 import numpy as np
 import torch
 
-from engine_plugin.copy import expected, kernels, paths, plan, runs
+from engine_plugin.copy import expected, paths, plan, runs
 from engine_plugin.copy.contract import CopyEngine, CopyStats, Fragments, Pool, Then
 from engine_plugin.copy.copies import Copies
-from engine_plugin.copy.cudart import CudaError, CudaRuntime
-from engine_plugin.copy.kernels import ONE_RUN, STAGED, TO_GPU, TO_HOST, Tuning
+from engine_plugin.copy.cudart import CudaRuntime
+from engine_plugin.copy.kernels import ONE_RUN, STAGED, TO_GPU, TO_HOST
 from engine_plugin.copy.lanes import STAGES, Expected, Job, Lane, Part, mark
+from engine_plugin.copy.launches import Launch, Launches
 from engine_plugin.copy.registration import CHUNK_BYTES, Registration
 
 log = logging.getLogger("vllm.kvstore")
@@ -49,12 +50,6 @@ STAGE_BYTES: Final = 32 << 20
 #: Of the streams, as CUDA counts: less is sooner, and 0 is what the model's kernels have.
 STORE_PRIORITY: Final = -1
 LOAD_PRIORITY: Final = -2
-#: Fragments of a table that a kernel reads where it is, which takes a program two microseconds for each.
-_TABLE_READ_MAX: Final = 512
-#: Tables that every engine makes beforehand, by their columns.
-_TABLES: Final = (512, *(1 << bits for bits in range(9, 17)))
-#: Queues a kernel for a range of a table.
-Launch = Callable[[int, int], None]
 #: Fragments of one batch call: some 130 us of the host, during which the driver lets nobody else launch.
 _BATCH_PART: Final = 256
 
@@ -91,8 +86,7 @@ class CudaCopyEngine(CopyEngine):
         with torch.cuda.device(self.device):
             self._store = Lane(self.device, self._runtime, priority=STORE_PRIORITY, stage_bytes=stage_bytes)
             self._load = Lane(self.device, self._runtime, priority=LOAD_PRIORITY, stage_bytes=stage_bytes)
-            self._movers: dict[tuple[int, int, int, bool], kernels.Mover] = {}
-            self._reads_tables = False
+            self._launches = Launches(self.device, self._runtime)
             self._has_kernels = self._prepare_kernels()
         self._registration: Registration | None = None
         self._retired: list[Registration] = []
@@ -101,17 +95,11 @@ class CudaCopyEngine(CopyEngine):
         self._failed = 0
 
     def _prepare_kernels(self) -> bool:
-        """Makes what most jobs need, so that the first of them does not wait for a compiler. Where that fails (Triton
-        wants one for C), nothing is staged, and the batch call moves everything.
+        """Whether there are kernels. Where that fails (Triton wants a compiler for C), nothing is staged, and the batch
+        call moves everything.
         """
         try:
-            for tuning in {STAGED, ONE_RUN, TO_HOST, TO_GPU}:
-                for common in (tuning.chunk_bytes, 16384, 8192, 4096, 16):
-                    self._mover(16, common, tuning)
-            for lane in (self._store, self._load):
-                lane.give_tables([lane.take_table(columns) for columns in _TABLES])
-            torch.cuda.synchronize()
-            self._reads_tables = self._can_read_tables()
+            self._launches.prepare((self._store, self._load))
         except Exception as error:
             log.error("kvstore: there are no kernels for this GPU (%s); copies are slower", str(error) or repr(error))
             for lane in (self._store, self._load):
@@ -335,7 +323,7 @@ class CudaCopyEngine(CopyEngine):
         stage = lane.stage_address + buffer * lane.stage_bytes
         in_stage = fragments.pool - fragments.pool[0] + np.uint64(stage)
         pieces = runs.split(Fragments(fragments.kv, in_stage, fragments.size), plan.PIECE_BYTES)
-        launch = self._launcher(lane, job, pieces, True, ONE_RUN)
+        launch = self._launches.of(lane, job, pieces, True, ONE_RUN)
         job.follow_caller(lane.kernels)
         stream = lane.kernels.cuda_stream
         self._runtime.wait(stream, lane.filled[buffer])
@@ -355,7 +343,7 @@ class CudaCopyEngine(CopyEngine):
             if is_load:  # what needs no table comes before the table
                 begun = started or (filled.started if filled is not None else lane.mark(lane.copies))
                 self._fill_first(lane, section, copies, filled if started is None else None)
-            launch = self._launcher(lane, job, section.pieces, is_load, STAGED)
+            launch = self._launches.of(lane, job, section.pieces, is_load, STAGED)
             if started is None:
                 job.follow_caller(lane.kernels)
                 started = begun if is_load else lane.mark(lane.kernels)
@@ -409,7 +397,7 @@ class CudaCopyEngine(CopyEngine):
 
     def _queue_kernel(self, lane: Lane, job: Job, fragments: Fragments, is_load: bool) -> None:
         pieces = runs.split(fragments, plan.PIECE_BYTES)
-        launch = self._launcher(lane, job, pieces, is_load, TO_GPU if is_load else TO_HOST)
+        launch = self._launches.of(lane, job, pieces, is_load, TO_GPU if is_load else TO_HOST)
         job.follow_caller(lane.kernels)
         started = lane.mark(lane.kernels)
         launch(0, len(pieces))
@@ -420,7 +408,7 @@ class CudaCopyEngine(CopyEngine):
         pool = job.registration.pool
         fast = self._mapped and int((fragments.pool + fragments.size).max()) <= pool.address + known
         stream = lane.kernels if fast else lane.copies
-        launch = self._launcher(lane, job, fragments, True, TO_GPU) if fast else None
+        launch = self._launches.of(lane, job, fragments, True, TO_GPU) if fast else None
         job.follow_caller(stream)
         started = lane.mark(stream)
         begin = 0
@@ -472,51 +460,6 @@ class CudaCopyEngine(CopyEngine):
             job.futures.append(lane.thread.submit(run_on_thread))
         else:
             job.parts.append(run())
-
-    def _launcher(self, lane: Lane, job: Job, pieces: Fragments, is_load: bool, tuning: Tuning) -> Launch:
-        """Writes the table of a kernel, and fetches it where it is long, on the lane's stream; launches of it then name
-        a range of it.
-        """
-        count, stream = len(pieces), lane.kernels.cuda_stream
-        common = runs.alignment(pieces.size, most=tuning.chunk_bytes)
-        aligned = min(common, runs.alignment(pieces.kv, pieces.pool))
-        table = lane.take_table(count)
-        job.tables.append(table)
-        rows = table.rows
-        rows[0, :count], rows[1, :count] = (pieces.kv, pieces.pool) if is_load else (pieces.pool, pieces.kv)
-        np.right_shift(pieces.size, np.uint64(kernels.word_size(aligned).bit_length() - 1), out=rows[2, :count])
-        read, columns = table.here.data_ptr(), table.columns
-        if not self._reads_tables:
-            with torch.cuda.stream(lane.kernels):
-                table.there.copy_(table.here, non_blocking=True)
-            read = table.there.data_ptr()
-        elif count > _TABLE_READ_MAX or tuning is ONE_RUN:  # of which the bus hides the fetching
-            fetch = self._mover(16, table.piece_bytes, STAGED)
-            fetch(table.itself.data_ptr(), table.pieces, 0, table.pieces, STAGED.programs, stream)
-            read = table.there.data_ptr()
-        mover = self._mover(aligned, common, tuning)
-        return lambda first, end: mover(read, columns, first, end, tuning.programs, stream)
-
-    def _can_read_tables(self) -> bool:
-        """Tries a kernel whose table is in pinned host memory."""
-        source = torch.arange(16, dtype=torch.uint8, device=self.device)
-        copied = torch.zeros_like(source)
-        table = torch.tensor([[copied.data_ptr()], [source.data_ptr()], [2]], dtype=torch.int64).pin_memory()
-        try:
-            if self._runtime.device_pointer(table.data_ptr()) != table.data_ptr():
-                return False
-        except CudaError:  # the GPU has no address for it
-            return False
-        self._mover(16, 16, STAGED)(table.data_ptr(), 1, 0, 1, STAGED.programs, torch.cuda.current_stream().cuda_stream)
-        return bool((copied == source).all())
-
-    def _mover(self, aligned: int, common: int, tuning: Tuning) -> kernels.Mover:
-        """The kernel for fragments that are aligned so, and whose sizes a power of two divides."""
-        chunk_bytes, even = kernels.chunk_for(common, tuning.chunk_bytes)
-        key = (aligned, chunk_bytes, tuning.warps, even)
-        if key not in self._movers:
-            self._movers[key] = kernels.Mover(self.device, *key)
-        return self._movers[key]
 
     # -- ends ----------------------------------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ Memory is the host's own. What is queued is done later, a piece at a time, by st
 several pieces, the copies of a batch and the fragments of a kernel in any order. So a wait that is missing shows as
 wrong bytes within a few tries, where a real GPU would show it once in a while.
 
-It takes the place of torch, of the CUDA runtime and of the Triton kernel inside engine_plugin.copy.cuda and .lanes.
+It takes the place of torch, of the CUDA runtime and of the Triton kernel inside engine_plugin.copy.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine_plugin.copy import cuda, expected, lanes
+from engine_plugin.copy import cuda, expected, kernels, lanes, launches
 
 #: Work that is done piece by piece.
 Steps = Iterator[None]
@@ -301,11 +301,11 @@ def install(monkeypatch: Any, seed: int) -> Device:
     for kind in (Event, Stream, Runtime, Mover):
         monkeypatch.setattr(kind, "device", device, raising=False)
     torch_like = _Torch(device)
-    for module in (cuda, lanes, expected):
+    for module in (cuda, lanes, launches, expected):
         monkeypatch.setattr(module, "torch", torch_like, raising=False)
     monkeypatch.setattr(cuda, "CudaRuntime", Runtime)
-    monkeypatch.setattr(cuda.kernels, "Mover", Mover)
-    monkeypatch.setattr(cuda.CudaCopyEngine, "_can_read_tables", lambda self: True)
+    monkeypatch.setattr(kernels, "Mover", Mover)
+    monkeypatch.setattr(launches.Launches, "_can_read_tables", lambda self: True)
     # So that tables are fetched and batches cut at these sizes, too.
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
     return device

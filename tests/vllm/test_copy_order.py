@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine_plugin.copy import cuda, paths, plan
+from engine_plugin.copy import cuda, launches, paths, plan
 from engine_plugin.copy.contract import Fragments
 from tests.vllm import sim_gpu
 
@@ -103,8 +103,8 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(paths, "BESIDE_FRAGMENT_BYTES_MIN", 1000)
     monkeypatch.setattr(plan, "PIECE_BYTES", 1024)
     monkeypatch.setattr(plan, "_SECTION_FACTOR", 2)
-    monkeypatch.setattr(cuda, "_TABLE_READ_MAX", 6)
-    monkeypatch.setattr(cuda, "_TABLES", (512,))
+    monkeypatch.setattr(launches, "_TABLE_READ_MAX", 6)
+    monkeypatch.setattr(launches, "_TABLES", (512,))
     monkeypatch.setattr(cuda, "_BATCH_PART", 20)
     return monkeypatch
 
