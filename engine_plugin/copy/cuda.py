@@ -27,6 +27,7 @@ import contextlib
 import logging
 from collections import Counter
 from collections.abc import Collection
+from itertools import pairwise
 from typing import Final
 
 import numpy as np
@@ -37,7 +38,7 @@ from engine_plugin.copy.contract import CopyEngine, CopyStats, Fragments, Pool, 
 from engine_plugin.copy.copies import Copies
 from engine_plugin.copy.cudart import CudaRuntime
 from engine_plugin.copy.kernels import ONE_RUN, STAGED, TO_GPU, TO_HOST
-from engine_plugin.copy.lanes import STAGES, Expected, Job, Lane, Part, mark
+from engine_plugin.copy.lanes import Expected, Job, Lane, Part, mark
 from engine_plugin.copy.launches import Launch, Launches
 from engine_plugin.copy.registration import CHUNK_BYTES, Registration
 
@@ -47,6 +48,11 @@ log = logging.getLogger("vllm.kvstore")
 #: busy with queueing, or of two jobs handed in together the second would come late; short enough that the first and the
 #: last one, which nothing overlaps, cost little too.
 STAGE_BYTES: Final = 32 << 20
+#: Buffers of each direction. With two of them one is between GPU and pool while the kernel is through with the other
+#: long before. Of a load that is expected as many are filled as there are, which keeps the bus busy for 2.4 ms: about
+#: as long as vLLM takes to find memory for it and to make the step that it comes with.
+STORE_STAGES: Final = 2
+LOAD_STAGES: Final = 4
 #: Of the streams, as CUDA counts: less is sooner, and 0 is what the model's kernels have.
 STORE_PRIORITY: Final = -1
 LOAD_PRIORITY: Final = -2
@@ -65,7 +71,7 @@ class CudaCopyEngine(CopyEngine):
         stage_bytes: int = STAGE_BYTES,
         chunk_bytes: int = CHUNK_BYTES,
     ) -> None:
-        """Takes its buffers (2 * STAGES * stage_bytes of GPU memory) and compiles the kernel.
+        """Takes its buffers ((STORE_STAGES + LOAD_STAGES) * stage_bytes of GPU memory) and compiles the kernel.
 
         Args:
             path: One of paths.CHOICES.
@@ -84,8 +90,10 @@ class CudaCopyEngine(CopyEngine):
         self._chunk_bytes = chunk_bytes
         self._runtime = CudaRuntime()
         with torch.cuda.device(self.device):
-            self._store = Lane(self.device, self._runtime, priority=STORE_PRIORITY, stage_bytes=stage_bytes)
-            self._load = Lane(self.device, self._runtime, priority=LOAD_PRIORITY, stage_bytes=stage_bytes)
+            self._store, self._load = (
+                Lane(self.device, self._runtime, priority=priority, stages=stages, stage_bytes=stage_bytes)
+                for priority, stages in ((STORE_PRIORITY, STORE_STAGES), (LOAD_PRIORITY, LOAD_STAGES))
+            )
             self._launches = Launches(self.device, self._runtime)
             self._has_kernels = self._prepare_kernels()
         self._registration: Registration | None = None
@@ -154,13 +162,18 @@ class CudaCopyEngine(CopyEngine):
         if registration is None or self._path not in ("auto", "staged"):
             return
         with self._current():
+            section = expected.filling(self._load, registration, starts, size_bytes, self._chunk_bytes)
+            if section is None:
+                return
+            copies = Copies(self._runtime, section.copies, is_load=True)
             try:
-                for buffer, copies in expected.filling(self._load, registration, starts, size_bytes, self._chunk_bytes):
-                    self._fill(self._load, buffer, Copies(self._runtime, copies, is_load=True), 0, len(copies))
+                for buffer, (begin, end) in zip(section.buffers, pairwise(section.copy_bounds), strict=True):
+                    self._fill(self._load, buffer, copies, begin, end)
             except BaseException:
                 self.expect_nothing()
-                self._load.expected_read = mark(self._load.copies)  # some of it may be under way
                 raise
+            finally:
+                self._load.expected_read = mark(self._load.copies)
 
     def expect_nothing(self) -> None:
         self._load.take_expected()
@@ -302,7 +315,7 @@ class CudaCopyEngine(CopyEngine):
         """Has one run copied into a buffer. Returns the buffer's number, an event before the copy, and the bytes."""
         lane.take_expected()
         buffer = lane.turn
-        lane.turn = (buffer + 1) % STAGES
+        lane.turn = (buffer + 1) % lane.stages
         start, stage = fragments.pool.item(0), lane.stage_address + buffer * lane.stage_bytes
         stream = lane.copies.cuda_stream
         self._runtime.wait(stream, lane.emptied[buffer])
@@ -334,11 +347,11 @@ class CudaCopyEngine(CopyEngine):
 
     def _queue_staged(self, lane: Lane, job: Job, fragments: Fragments, breaks: np.ndarray, is_load: bool) -> None:
         """Queues a job section by section, so that the first bytes move while the host plans the others."""
-        buffers = plan.Buffers(lane.stage_address, lane.stage_bytes, STAGES, lane.turn)
+        buffers = plan.Buffers(lane.stage_address, lane.stage_bytes, lane.stages, lane.turn)
         filled = lane.take_expected() if is_load else None
         started: torch.cuda.Event | None = None
         for section in plan.sections(fragments, breaks, buffers, job.registration.pool.address, self._chunk_bytes):
-            lane.turn = (section.buffers[-1] + 1) % STAGES
+            lane.turn = (section.buffers[-1] + 1) % lane.stages
             copies = Copies(self._runtime, section.copies, is_load=is_load)
             if is_load:  # what needs no table comes before the table
                 begun = started or (filled.started if filled is not None else lane.mark(lane.copies))
@@ -358,7 +371,7 @@ class CudaCopyEngine(CopyEngine):
             filled: What they hold already.
         """
         bounds = section.copy_bounds
-        for window, buffer in enumerate(section.buffers[:STAGES]):
+        for window, buffer in enumerate(section.buffers[: lane.stages]):
             part = slice(bounds[window], bounds[window + 1])
             if filled is None or not filled.holds(window, section.copies.pool[part], section.copies.size[part]):
                 self._fill(lane, buffer, copies, part.start, part.stop)
@@ -371,7 +384,7 @@ class CudaCopyEngine(CopyEngine):
             wait(spread, lane.filled[buffer])
             launch(pieces[window], pieces[window + 1])
             record(lane.emptied[buffer], spread)
-            following = window + STAGES
+            following = window + lane.stages
             if following < count:
                 self._fill(lane, buffer, copies, bounds[following], bounds[following + 1])
 

@@ -13,13 +13,12 @@ import torch
 
 from engine_plugin.copy.contract import Then
 from engine_plugin.copy.cudart import CudaRuntime
+from engine_plugin.copy.plan import Section
 from engine_plugin.copy.registration import Registration
 from kvstore.threads import started_pool
 
 log = logging.getLogger("vllm.kvstore")
 
-#: Buffers of a direction: one is between GPU and pool, and the kernel is through with the other long before.
-STAGES: Final = 2
 #: GPU cycles, some 0.2 ms, by which a store begins later than the caller's stream lets it. At that same moment the few
 #: bytes of the tokens that a step has sampled set out for the host, and a copy engine that has begun with a store's
 #: copies goes on with those: every third prompt's first token came 20 ms late.
@@ -143,21 +142,27 @@ class Expected:
 
     Attributes:
         started: Before the first of their copies.
-        windows: By buffer, what it holds: addresses in the pool and sizes.
+        section: What they hold.
     """
 
     started: torch.cuda.Event
-    windows: list[tuple[np.ndarray, np.ndarray]]
+    section: Section
 
     def holds(self, window: int, pool: np.ndarray, size: np.ndarray) -> bool:
-        """Whether the buffer of this window of a load has just that."""
-        return window < len(self.windows) and all(map(np.array_equal, self.windows[window], (pool, size)))
+        """Whether the buffer of this window of a load has just that: these addresses in the pool, and these sizes."""
+        if window >= len(self.section.buffers):
+            return False
+        part = slice(*self.section.copy_bounds[window : window + 2])
+        copies = self.section.copies
+        return np.array_equal(copies.pool[part], pool) and np.array_equal(copies.size[part], size)
 
 
 class Lane:
     """Streams, buffers and jobs of one direction."""
 
-    def __init__(self, device: torch.device, runtime: CudaRuntime, *, priority: int, stage_bytes: int) -> None:
+    def __init__(
+        self, device: torch.device, runtime: CudaRuntime, *, priority: int, stages: int, stage_bytes: int
+    ) -> None:
         self._handles = [runtime.new_stream(priority) for _ in range(3)]
         self.copies, self.kernels, self.pageable = (
             torch.cuda.ExternalStream(handle, device=device) for handle in self._handles
@@ -165,12 +170,13 @@ class Lane:
         #: Queues what takes the host long.
         self.thread = started_pool(1, "kvstore-queue")
         self.jobs: deque[Job] = deque()
+        self.stages = stages
         self.stage_bytes = stage_bytes
         self.stage: torch.Tensor | None = None
         self.stage_address = 0
         #: Handles of events, by buffer.
-        self.filled = [runtime.new_event() for _ in range(STAGES)]
-        self.emptied = [runtime.new_event() for _ in range(STAGES)]
+        self.filled = [runtime.new_event() for _ in range(stages)]
+        self.emptied = [runtime.new_event() for _ in range(stages)]
         self.turn = 0
         self.expected: Expected | None = None
         #: Behind the copies for what was expected last: no job is under way because of them.
@@ -181,11 +187,11 @@ class Lane:
         self._runtime = runtime
         if stage_bytes:
             try:
-                self.stage = torch.empty(STAGES * stage_bytes, dtype=torch.uint8, device=device)
+                self.stage = torch.empty(stages * stage_bytes, dtype=torch.uint8, device=device)
                 self.stage_address = self.stage.data_ptr()
             except torch.OutOfMemoryError:
                 log.warning(
-                    "kvstore: no GPU memory for %d MB of buffers; copies are slower", STAGES * stage_bytes >> 20
+                    "kvstore: no GPU memory for %d MB of buffers; copies are slower", stages * stage_bytes >> 20
                 )
 
     def take_expected(self) -> Expected | None:

@@ -18,7 +18,6 @@ be otherwise refuses to start.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -31,11 +30,6 @@ if TYPE_CHECKING:
 DIRECT: Final = "direct"
 SINGLE: Final = "single"
 CANONICAL: Final = "canonical"
-
-#: A load begins with a piece of so many bytes, and each further one is larger by a factor: to plan a piece takes the
-#: host a tenth to a quarter of the time that the bus takes to move it.
-FIRST_PIECE_BYTES: Final = 64 << 20
-NEXT_PIECE_FACTOR: Final = 8
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -228,25 +222,3 @@ def copies_of(
         return (np.empty(0, np.uint64),) * 3
     kv, pool, size = (np.concatenate(parts) for parts in zip(*found, strict=True))
     return kv, pool, size
-
-
-def pieces_of(
-    layout: RankLayout, block_ids: np.ndarray, group_sizes: list[int], first_blocks: list[int], slots: np.ndarray
-) -> Iterator[tuple[np.ndarray, list[int], list[int], np.ndarray]]:
-    """Cuts a load into a few, between slots, so that the bus is busy with one while the next is planned. Arguments and
-    results as copies_of takes them; what has several groups stays whole.
-    """
-    begun = block = 0
-    size_bytes = FIRST_PIECE_BYTES
-    if len(group_sizes) == 1:
-        per_slot = layout.format.blocks_per_slot
-        within = first_blocks[0] % per_slot
-        while (end := begun + max(1, size_bytes // layout.format.part_bytes)) < len(slots):
-            stop = min(end * per_slot - within, len(block_ids))
-            yield block_ids[block:stop], [stop - block], [first_blocks[0] + block], slots[begun:end]
-            begun, block = end, stop
-            size_bytes *= NEXT_PIECE_FACTOR
-    if not begun:
-        yield block_ids, group_sizes, first_blocks, slots
-    else:
-        yield block_ids[block:], [len(block_ids) - block], [first_blocks[0] + block], slots[begun:]

@@ -27,7 +27,7 @@ from engine_plugin.vllm.acks import AckSender
 from engine_plugin.vllm.direct import Opening
 from engine_plugin.vllm.far import FarCopies, FarCopy
 from engine_plugin.vllm.guard import guarded, limited_log, note_failure, nothing
-from engine_plugin.vllm.layout import RankLayout, copies_of, pieces_of
+from engine_plugin.vllm.layout import RankLayout, copies_of
 from engine_plugin.vllm.messages import SlotSpec, WorkerReport, no_slots
 from kvstore.errors import Damage, RetryLater, StaleGeneration
 from kvstore.remote import RemoteArena
@@ -111,7 +111,7 @@ class KVStoreWorker(OffloadingWorker):
         self._far = FarCopies(engine)
         self._direct = direct
         self._rank = rank
-        self._under_way: dict[int, list[Copy]] = {}
+        self._under_way: dict[int, Copy] = {}
         self._far_under_way: dict[int, FarCopy] = {}
         self._direct_under_way: dict[int, DirectRead] = {}
         self._finished: deque[_Outcome] = deque()
@@ -192,14 +192,14 @@ class KVStoreWorker(OffloadingWorker):
 
     @guarded(nothing)
     def wait(self, job_ids: set[int]) -> None:
-        self._engine.wait([copy for job_id in job_ids for copy in self._under_way.get(job_id, ())])
+        self._engine.wait([self._under_way[job_id] for job_id in job_ids if job_id in self._under_way])
         self._far.wait([self._far_under_way[job_id] for job_id in job_ids if job_id in self._far_under_way])
         self._direct.wait([self._direct_under_way[job_id] for job_id in job_ids if job_id in self._direct_under_way])
 
     @guarded(nothing)
     def finish(self) -> None:
         """Returns once no copy touches KV memory any more."""
-        self._engine.wait([copy for copies in self._under_way.values() for copy in copies])
+        self._engine.wait(list(self._under_way.values()))
         self._far.wait(list(self._far_under_way.values()))
         self._direct.wait(list(self._direct_under_way.values()))
 
@@ -390,29 +390,25 @@ class KVStoreWorker(OffloadingWorker):
         if is_load:
             self._expect(spec)
         begin = self._engine.load if is_load else self._engine.store
+        kv, pool, size = copies_of(self._layout, *job, is_load=is_load)
+        size_bytes = int(size.sum())
         together = _Together(over)
-        copies = self._under_way[job_id] = []
         problem: BaseException | None = None
         try:
-            for piece in pieces_of(self._layout, *job) if is_load and not spec.extents else [job]:
-                kv, pool, size = copies_of(self._layout, *piece, is_load=is_load)
-                if not len(size):
-                    continue
-                size_bytes += int(size.sum())
-                if spec.extents:
-                    kv, pool, size = self._begin_direct(job_id, spec, (kv, pool, size), together)
-                    if not len(size):
-                        continue
+            if spec.extents:
+                kv, pool, size = self._begin_direct(job_id, spec, (kv, pool, size), together)
+            if len(size):
                 pool = pool + np.uint64(arena.address)
                 fragments = Fragments(*(np.ascontiguousarray(array, np.uint64) for array in (kv, pool, size)))
                 together.one_more()
                 try:
-                    copies.append(begin(fragments, together.over, beside_compute=self.beside_compute))
+                    copy = begin(fragments, together.over, beside_compute=self.beside_compute)
                 except BaseException as error:
                     together.over(0.0, error)  # nothing was begun
                     raise
+                self._under_way[job_id] = copy
         except Exception as error:
-            if not copies and job_id not in self._direct_under_way:
+            if job_id not in self._direct_under_way:
                 raise
             problem = error  # what was begun still writes: the job ends with it
         together.over(0.0, problem)

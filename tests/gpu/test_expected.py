@@ -13,7 +13,7 @@ LAYERS = 32
 
 
 class Rig:
-    """An engine with two buffers of four slots each, and KV memory with a block for each slot."""
+    """An engine whose buffers have four slots each, and KV memory with a block for each slot."""
 
     def __init__(self, slots: int = 64) -> None:
         from engine_plugin.copy.cuda import CudaCopyEngine
@@ -49,6 +49,8 @@ def rig() -> Any:
 
 
 def test_an_expected_load_is_right_and_is_not_read_twice(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    from engine_plugin.copy.cuda import LOAD_STAGES
+
     copied: list[int] = []
     fill = rig.engine._fill
 
@@ -63,7 +65,7 @@ def test_an_expected_load_is_right_and_is_not_read_twice(rig: Rig, monkeypatch: 
             slots = list(range(seed, seed + 12))
         copied.clear()
         rig.expect(slots)
-        ahead = min(len(slots), 8)
+        ahead = min(len(slots), 4 * LOAD_STAGES)
         assert sum(copied) == ahead * SLOT
         rig.load(slots)
         assert sum(copied) == len(slots) * SLOT

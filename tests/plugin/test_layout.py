@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine_plugin.vllm import layout as layouts
 from engine_plugin.vllm.layout import (
     CANONICAL,
     DIRECT,
@@ -17,7 +16,6 @@ from engine_plugin.vllm.layout import (
     SlotFormat,
     copies_of,
     layout_of,
-    pieces_of,
 )
 from kvstore.errors import ConfigError
 
@@ -206,36 +204,3 @@ def test_a_rank_that_holds_more_than_its_part_is_refused() -> None:
     rank.layout(DIRECT)
     with pytest.raises(ConfigError, match="this KV cache layout does not work"):
         layout_of(rank.caches(DIRECT), slot_format, 0)
-
-
-@pytest.mark.parametrize(("first", "slots"), [(0, 1), (0, 9), (1, 9), (7, 40), (0, 0)])
-def test_pieces_of_a_load_are_the_load(monkeypatch: pytest.MonkeyPatch, first: int, slots: int) -> None:
-    monkeypatch.setattr(layouts, "FIRST_PIECE_BYTES", 2 * SLOT_BYTES)
-    monkeypatch.setattr(layouts, "NEXT_PIECE_FACTOR", 3)
-    rank = Rank(0, 1).layout(SINGLE)
-    ids = np.arange(slots * PER_SLOT - first % PER_SLOT) % (BLOCKS - 1) + 1 if slots else np.empty(0, np.int64)
-    offsets = np.random.default_rng(0).permutation(slots).astype(np.uint64) * np.uint64(SLOT_BYTES)
-    job = (ids, [len(ids)], [first], offsets)
-    pieces = list(pieces_of(rank, *job))
-    assert [len(piece[-1]) for piece in pieces] == {0: [0], 1: [1], 9: [2, 6, 1], 40: [2, 6, 18, 14]}[slots]
-    if slots:
-        together = [
-            np.concatenate(parts) for parts in zip(*(copies_of(rank, *p, is_load=True) for p in pieces), strict=True)
-        ]
-        for part, whole in zip(together, copies_of(rank, *job, is_load=True), strict=True):
-            assert np.array_equal(part, whole)
-
-
-def test_a_load_of_several_groups_is_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layouts, "FIRST_PIECE_BYTES", 1)
-    job = (np.arange(8), [4, 4], [0, 0], np.arange(4, dtype=np.uint64))
-    assert [len(piece[-1]) for piece in pieces_of(Rank(0, 1).layout(SINGLE), *job)] == [4]
-
-
-def test_blocks_that_do_not_fill_the_slots_of_a_load_in_pieces_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layouts, "FIRST_PIECE_BYTES", 1)
-    rank = Rank(0, 1).layout(SINGLE)
-    for blocks in (3, 5, 8, 12):
-        with pytest.raises(ValueError, match="do not fill"):
-            for piece in pieces_of(rank, np.arange(blocks) % BLOCKS, [blocks], [0], SLOTS[[0, 1, 2, 0, 1]]):
-                copies_of(rank, *piece, is_load=True)
