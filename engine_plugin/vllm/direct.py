@@ -64,10 +64,12 @@ class Opening:
             self._opened = None  # another daemon asks for more
         if self._thread is None and self._opened is None and mode != "off":
             self._mode = mode
-            self._thread = threading.Thread(
-                target=self._open, args=(mode == "on",), name="kvstore-gds-open", daemon=True
-            )
-            self._thread.start()
+            thread = threading.Thread(target=self._open, args=(mode == "on",), name="kvstore-gds-open", daemon=True)
+            try:
+                thread.start()
+                self._thread = thread
+            except RuntimeError as error:  # there is none to be had
+                self._give_up(error, mode == "on")
         if self._thread is not None:
             if self._opened is None:
                 return None
@@ -103,11 +105,22 @@ class Opening:
             reads = self._open_reads(compat)
             self._opened = (reads, reads.how)
             log.info("kvstore: blocks on disk are read past the pool (%s)", reads.how)
-        except Exception as error:
-            reason = getattr(error, "reason", "error")
-            level = logging.WARNING if compat else logging.INFO
-            log.log(level, "kvstore: blocks on disk come up through the pool, not past it: %s (%s)", error, reason)
-            self._opened = (None, reason)
+        except BaseException as error:  # whatever a driver's library raises: nobody else would ever say it
+            self._give_up(error, compat)
+
+    def _give_up(self, error: BaseException, compat: bool) -> None:
+        """Says once why there is no way past the pool; `settle` reports it, and the scheduler counts it."""
+        reason = getattr(error, "reason", "")
+        # What is known to be missing is news only to those who asked for it; a defect is to everybody.
+        level = logging.ERROR if not reason else logging.WARNING if compat or reason == "error" else logging.INFO
+        log.log(
+            level,
+            "kvstore: blocks on disk come up through the pool, not past it: %s (%s)",
+            str(error) or type(error).__name__,
+            reason or "error",
+            exc_info=None if reason else error,
+        )
+        self._opened = (None, reason or "error")
 
     def close(self) -> None:
         """Ends the reads under way."""

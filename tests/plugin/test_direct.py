@@ -33,7 +33,7 @@ class Driver:
         asked: Whether going through the host would do, for each attempt.
     """
 
-    def __init__(self, *, nvidia_fs: bool = False, problem: Exception | None = None) -> None:
+    def __init__(self, *, nvidia_fs: bool = False, problem: BaseException | None = None) -> None:
         self.nvidia_fs, self.problem = nvidia_fs, problem
         self.asked: list[bool] = []
         self.files: list[PlainFiles] = []
@@ -100,15 +100,39 @@ def test_who_is_not_attached_waits_for_what_the_daemon_says() -> None:
 
 
 @pytest.mark.parametrize(
-    ("problem", "reason"), [(Unavailable("no_kvikio"), "no_kvikio"), (RuntimeError("a defect"), "error")]
+    ("problem", "setting", "reason", "level"),
+    [
+        (Unavailable("no_kvikio"), "on", "no_kvikio", logging.WARNING),
+        (Unavailable("no_kvikio"), "auto", "no_kvikio", logging.INFO),
+        (Unavailable("error"), "auto", "error", logging.WARNING),
+        (RuntimeError("a defect"), "auto", "error", logging.ERROR),
+        (SystemExit("a library that ends its thread"), "auto", "error", logging.ERROR),
+    ],
 )
-def test_why_not_is_said_once(problem: Exception, reason: str, caplog: pytest.LogCaptureFixture) -> None:
-    opening = Opening("on", Driver(problem=problem).open)
+def test_why_not_is_said_once(
+    problem: BaseException, setting: str, reason: str, level: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    opening = Opening(setting, Driver(problem=problem).open)
     with caplog.at_level(logging.INFO, "vllm.kvstore"):
-        assert settled(opening, "off") == ("on", reason)
+        assert settled(opening, "off") == (setting, reason)
     (record,) = caplog.records
-    assert record.levelno == logging.WARNING and str(problem) in record.message
+    assert record.levelno == level and str(problem) in record.message
     assert opening.reads is None
+    opening.close()
+
+
+def test_a_thread_that_cannot_be_had_is_said_too(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def start(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    opening = Opening("on", Driver().open)
+    with monkeypatch.context() as context:
+        context.setattr(threading.Thread, "start", start)
+        assert settled(opening, "on") == ("on", "error")
+    (record,) = caplog.records
+    assert record.levelno == logging.ERROR and "new thread" in record.message
     opening.close()
 
 
