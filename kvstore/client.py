@@ -22,7 +22,7 @@ from typing import Any, Final, Self
 from kvstore import congestion
 from kvstore.arena import ArenaView
 from kvstore.blocks import Namespace
-from kvstore.connection import Attached, Connection
+from kvstore.connection import AWAY_S, Attached, Connection
 from kvstore.data_wire import Query
 from kvstore.endpoint import Endpoint, default_endpoint, parse_endpoint
 from kvstore.engine_calls import EngineCalls, digest_of
@@ -292,6 +292,8 @@ class Client(EngineCalls):
 
         Raises:
             Damage: bytes changed under the reader. Never seen while the daemon keeps its promises.
+            DaemonUnavailable: there is none, and has not been for as long as this waits and half a second more, or for
+                the time that calls wait (see connect) where that is less.
         """
         found, attached = self._select_now(keys, timeout_s, kv_group) or self._select(
             keys, timeout_s, kv_group, drop=False
@@ -311,6 +313,7 @@ class Client(EngineCalls):
         tier; an exception, or the end of the process, gives them back, and the next caller that waits gets them.
 
         Raises:
+            DaemonUnavailable: as select.
             RetryLater: on leaving, the daemon could not be told; whether the blocks are gone is not known.
         """
         found, attached = self._select(keys, timeout_s, kv_group, drop=True)
@@ -413,7 +416,7 @@ class Client(EngineCalls):
 
     def _select(self, keys: Sequence[bytes], timeout_s: float, kv_group: int, *, drop: bool) -> tuple[Found, Attached]:
         _check_timeout(timeout_s)
-        lease, attached = self._claim(keys, timeout_s, kv_group, drop=drop)
+        lease, attached = self._claim(keys, timeout_s, kv_group, drop=drop, away_s=timeout_s + AWAY_S)
         if attached.arena is None:
             self._connection.call(
                 "Release",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import os
 import threading
 import time
@@ -40,6 +41,8 @@ Reply = TypeVar("Reply")
 
 #: Pauses between attempts to attach. The last one keeps the promise to be back within 2 s of the daemon's return.
 _PAUSES_S: Final = (0.02, 0.05, 0.1, 0.2, 0.5)
+#: How much longer than its own time a select waits for a daemon that is away: until it has been called once more.
+AWAY_S: Final = _PAUSES_S[-1]
 _FORGET_PAUSE_S: Final = 0.2
 #: Step in which page-table entries are made; between two steps the thread looks whether it should stop.
 _PREFAULT_BYTES: Final = 64 << 20
@@ -265,25 +268,29 @@ class Connection:
                 self._given_up = [each for each in self._given_up if each[0] not in told]
 
     def ask(
-        self, build: Callable[[Attached], tuple[str, Any]], timeout_s: float | None = None, wait_s: float = 0.0
+        self,
+        build: Callable[[Attached], tuple[str, Any]],
+        wait_s: float = 0.0,
+        away_s: float = math.inf,
     ) -> tuple[Any, Attached]:
         """One call that may be repeated: a patient client asks the next life of the daemon where this one goes away.
 
         Args:
             build: Gives the name of the method, and the request for a session.
             wait_s: How long the daemon may wait before it answers, on top of the deadline.
+            away_s: How long a daemon that is away is waited for, where that is less than the deadline.
         """
-        timeout_s = self.timeout_s if timeout_s is None else timeout_s
-        deadline = time.monotonic() + timeout_s
+        begun = time.monotonic()
+        deadline, away_until = begun + self.timeout_s, begun + min(self.timeout_s, away_s)
         lost: Attached | None = None
         while True:
-            left = max(0.001, deadline - time.monotonic())
-            attached = self.current(left, other_than=lost)
+            attached = self.current(max(0.001, away_until - time.monotonic()), other_than=lost)
             method, request = build(attached)
+            left = max(0.001, deadline - time.monotonic())
             try:
                 return self.call(method, request, attached, left + wait_s), attached
             except (DaemonUnavailable, StaleGeneration):
-                if not self.patient or time.monotonic() >= deadline:
+                if not self.patient or time.monotonic() >= away_until:
                     raise
                 lost = attached
 

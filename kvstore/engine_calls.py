@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
@@ -424,7 +426,10 @@ class EngineCalls:
             raise StaleGeneration("these slots belong to an earlier life of the daemon")
         return attached
 
-    def _claim(self, keys: Sequence[bytes], timeout_s: float, kv_group: int, *, drop: bool) -> tuple[Lease, Attached]:
+    def _claim(
+        self, keys: Sequence[bytes], timeout_s: float, kv_group: int, *, drop: bool, away_s: float = math.inf
+    ) -> tuple[Lease, Attached]:
+        until = time.monotonic() + timeout_s
         reply, attached = self._connection.ask(
             lambda at: (
                 "Select",
@@ -433,11 +438,12 @@ class EngineCalls:
                     namespace=digest_of(at),
                     query=engine_pb2.Query(group=kv_group, keys=keys),
                     drop=drop,
-                    wait_ms=int(timeout_s * 1000),
+                    wait_ms=math.ceil(max(0.0, until - time.monotonic()) * 1000),
                     request_id=self._connection.next_request_id(),
                 ),
             ),
             wait_s=timeout_s,
+            away_s=away_s,
         )
         return _lease(reply.generation, reply.grant), attached
 

@@ -307,6 +307,22 @@ def test_a_patient_client_waits_for_the_daemons_return(daemon: Daemon) -> None:
         assert answers == [0]
 
 
+@pytest.mark.parametrize("drop", [False, True])
+def test_a_select_says_in_its_own_time_that_the_daemon_has_gone(daemon: Daemon, drop: bool) -> None:
+    """And not after the time that calls wait for it, which is beyond this test's own limit here."""
+    with daemon.connect(NAMESPACE, timeout_s=600) as client:
+        put(client, b"a")
+        daemon.kill()
+        for timeout_s in (0, 0.2):  # the first one finds out, the second one knows
+            with pytest.raises(DaemonUnavailable):
+                with (client.drop_select if drop else client.select)([b"a"], timeout_s=timeout_s):
+                    pass
+        daemon.start()
+        put(client, b"a")  # other calls wait
+        with (client.drop_select if drop else client.select)([b"a"], timeout_s=0) as found:
+            assert len(found) == 1
+
+
 def test_a_select_that_waits_outlives_a_restart(daemon: Daemon) -> None:
     lengths: list[int] = []
     with daemon.connect(NAMESPACE) as client:
