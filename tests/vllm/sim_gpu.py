@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from engine_plugin.copy import cuda, expected, kernels, lanes, launches
+from engine_plugin.copy.cudart import CudaError
 
 #: Work that is done piece by piece.
 Steps = Iterator[None]
@@ -36,13 +37,21 @@ class Record:
 
 
 class Device:
-    """Streams, and who is next. From any thread."""
+    """Streams, and who is next. From any thread.
+
+    Attributes:
+        lost: Every call fails from now on.
+        lost_when_timed: It is lost when somebody asks how long something took.
+        calls_left: So many calls that copy work, and those after fail; None: all work.
+    """
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
         self.streams: dict[int, deque[tuple[Record | None, Steps]]] = {0: deque()}
         self.events: dict[int, Record] = {}
         self.clock = 0
+        self.lost = self.lost_when_timed = False
+        self.calls_left: int | None = None
         self.numbers = itertools.count(1)
         self._lock = threading.Lock()
 
@@ -51,6 +60,7 @@ class Device:
             self.streams[stream].append((needs, steps))
 
     def record(self, event: int, stream: int) -> None:
+        self.check()
         record = self.events[event] = Record()
 
         def done() -> Steps:
@@ -61,8 +71,20 @@ class Device:
 
     def wait(self, stream: int, event: int) -> None:
         """Of a recording that there is now; one that was never recorded is not waited for."""
+        self.check()
         if event in self.events:
             self.queue(stream, iter(()), self.events[event])
+
+    def check(self) -> None:
+        if self.lost:
+            raise RuntimeError("CUDA error: the GPU is lost")
+
+    def count_copy(self) -> None:
+        self.check()
+        if self.calls_left is not None:
+            self.calls_left -= 1
+            if self.calls_left < 0:
+                raise CudaError("cudaMemcpyAsync: invalid argument (1)")
 
     def step(self) -> bool:
         """Does a piece of work of some stream. False: there is none that can be done."""
@@ -87,6 +109,7 @@ class Device:
             self.step()
 
     def until(self, over: Callable[[], bool]) -> None:
+        self.check()
         while not over():
             assert self.step(), "streams wait for each other"
 
@@ -110,6 +133,7 @@ class Event:
         self.device.record(self.cuda_event, stream.cuda_stream if stream is not None else 0)
 
     def query(self) -> bool:
+        self.device.check()
         self.device.some()
         return self._over()
 
@@ -120,6 +144,8 @@ class Event:
         self.device.wait(0, self.cuda_event)
 
     def elapsed_time(self, other: Event) -> float:
+        self.device.lost |= self.device.lost_when_timed
+        self.device.check()
         begun, ended = self.device.events[self.cuda_event].at, self.device.events[other.cuda_event].at
         assert begun is not None
         assert ended is not None
@@ -142,6 +168,7 @@ class Stream:
         self.device.wait(self.cuda_stream, event.cuda_event)
 
     def query(self) -> bool:
+        self.device.check()
         self.device.some()
         return not self.device.streams[self.cuda_stream]
 
@@ -190,10 +217,12 @@ class Runtime:
         self.device.wait(stream, event)
 
     def copy(self, dst: int, src: int, size_bytes: int, stream: int) -> None:
+        self.device.count_copy()
         self._check(dst, src, size_bytes)
         self.device.queue(stream, _move(dst, src, size_bytes))
 
     def copy_batch(self, dst: int, src: int, size: int, count: int, stream: int, *, source_is_still: bool) -> None:
+        self.device.count_copy()
         columns = [np.ctypeslib.as_array((ctypes.c_uint64 * count).from_address(at)) for at in (dst, src, size)]
         ends = list(zip(*(column.tolist() for column in columns), strict=True))
         for each in ends:
@@ -226,6 +255,7 @@ class Mover:
         self._aligned, self._chunk, self._even = aligned, chunk_bytes, even
 
     def __call__(self, table: int, stride: int, first: int, end: int, programs: int, stream: int) -> None:
+        self.device.check()
         rows = np.ctypeslib.as_array((ctypes.c_uint64 * (3 * stride)).from_address(table)).reshape(3, stride)
         word = min(self._aligned, 8)
 

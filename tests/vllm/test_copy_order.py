@@ -27,10 +27,18 @@ class Pool:
 class Rig:
     """KV memory of a few layers, a pool, and an engine with small buffers."""
 
-    def __init__(self, device: sim_gpu.Device, seed: int, path: str, shape: tuple[int, int, int] | None = None) -> None:
+    def __init__(
+        self,
+        device: sim_gpu.Device,
+        seed: int,
+        path: str,
+        shape: tuple[int, int, int] | None = None,
+        populated: float = 1.0,
+    ) -> None:
         """
         Args:
             shape: Bytes of a page, layers, and blocks that a buffer holds; else all is random.
+            populated: Part of the pool, where a shape is given.
         """
         self.device, self.rng, self.bits = device, random.Random(seed), np.random.default_rng(seed)
         rng = self.rng
@@ -40,15 +48,22 @@ class Rig:
         if shape is None and rng.random() < 0.5:
             self.slot = -(-self.slot // 512) * 512
         self.kv = [self.bits.integers(0, 256, (BLOCKS, self.page), np.uint8) for _ in range(self.layers)]
-        chunk = max(self.page, rng.choice([self.slot, 3 * self.slot + 40, 1 << 20]))
+        self.chunk = chunk = max(self.page, rng.choice([self.slot, 3 * self.slot + 40, 1 << 20]))
         size = BLOCKS * self.slot
-        self.pool = Pool(size, size if shape is not None or rng.random() < 0.8 else size // 2)
+        if shape is None:
+            populated = 1 if rng.random() < 0.8 else 0.5
+        self.pool = Pool(size, int(size * populated))
         self.engine = cuda.CudaCopyEngine("cuda", path, stage_bytes=held * self.layers * self.page, chunk_bytes=chunk)
+        self.use_pool()
+        self.errors: list[BaseException | None] = []
+
+    def use_pool(self) -> None:
         self.engine.use_pool(self.pool)
-        known = size if self.pool.populated_bytes == size else self.pool.populated_bytes // chunk * chunk
+        known = self.pool.populated_bytes
+        if known < self.pool.size_bytes:
+            known = known // self.chunk * self.chunk
         while (stats := self.engine.stats()).registered_bytes < known:
             assert not stats.register_error
-        self.errors: list[BaseException | None] = []
 
     def then(self, seconds: float, error: BaseException | None) -> None:
         self.errors.append(error)
@@ -95,8 +110,7 @@ class Rig:
         return self.pool.bytes[slot * self.slot :][: self.layers * self.page].tobytes()
 
 
-@pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> Any:
+def small_sizes(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Everything that is decided by size is decided both ways within a few kilobytes."""
     monkeypatch.setattr(paths, "STAGED_RUN_BYTES_MIN", 1000)
     monkeypatch.setattr(paths, "STAGED_STORE_BYTES_MIN", 2000)
@@ -107,6 +121,11 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(launches, "_TABLES", (512,))
     monkeypatch.setattr(cuda, "_BATCH_PART", 20)
     return monkeypatch
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    return small_sizes(monkeypatch)
 
 
 @pytest.mark.parametrize("path", ["auto", "staged", "kernel", "batch", "pageable"])
