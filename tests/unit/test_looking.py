@@ -14,15 +14,17 @@ from kvstore.looking import LookingSelector
 from kvstore.testing import FakeClock
 from tests.support import PATIENCE_S
 
-LOOK_S = 0.5
-READING_S = 0.01
+READING_S = 0.0001
+LOOK_S = 50 * READING_S
 
 
 class Ticking(FakeClock):
-    """Each reading takes a hundredth of a second."""
+    """Each reading takes a tenth of a millisecond, or as long as the test says."""
+
+    reading_s = READING_S
 
     def monotonic(self) -> float:
-        self.advance(READING_S)
+        self.advance(self.reading_s)
         return super().monotonic()
 
 
@@ -40,8 +42,13 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[float | None]:
 
 
 @pytest.fixture
-def looking() -> Iterator[LookingSelector]:
-    with LookingSelector(LOOK_S, Ticking()) as selector:
+def clock() -> Ticking:
+    return Ticking()
+
+
+@pytest.fixture
+def looking(clock: Ticking) -> Iterator[LookingSelector]:
+    with LookingSelector(LOOK_S, clock) as selector:
         yield selector
 
 
@@ -75,6 +82,26 @@ def test_a_timer_ends_a_look_and_not_what_is_left_of_it(looking: LookingSelector
     assert len(asked) > before + 5
     looking.select(None)
     assert asked[-1] is None
+
+
+def test_where_others_want_the_cpu_it_sleeps(
+    looking: LookingSelector, asked: list[float | None], clock: Ticking
+) -> None:
+    looking.expect()
+    clock.reading_s = 20 * READING_S  # the look that is begun now takes that long
+    looking.select(None)
+    assert set(asked) == {0} and len(asked) <= 2
+    clock.reading_s = READING_S
+    asked.clear()
+    for _ in range(3):
+        looking.expect()
+        looking.select(None)
+    assert asked == [None] * 3
+    clock.advance(1.0)
+    asked.clear()
+    looking.expect()
+    looking.select(None)
+    assert len(asked) > 10 and set(asked) == {0}
 
 
 def test_a_loop_that_has_work_does_not_look(looking: LookingSelector, asked: list[float | None]) -> None:
