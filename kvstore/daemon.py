@@ -35,6 +35,7 @@ from kvstore.hierarchy import Hierarchy
 from kvstore.lockfile import SocketLock
 from kvstore.log import get_logger
 from kvstore.looking import MAY_LOOK, LookingSelector
+from kvstore.machine import read_machine
 from kvstore.metrics import MetricsServer
 from kvstore.population import Populator
 from kvstore.service import AdminService, EngineService, Gate, local_methods
@@ -164,7 +165,7 @@ class _Daemon:
                 await tier.open()
                 opened.push_async_callback(tier.close)
             self._hierarchy.namespaces.adopt()
-            measuring = loop.create_task(self._hierarchy.transfers.measure())
+            measuring = loop.create_task(self._look_below())
             opened.push_async_callback(_ended, measuring)
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(number, stop)
@@ -213,6 +214,21 @@ class _Daemon:
             signal.signal(number, signal.SIG_IGN)
         log.info("stopped")
         return 0
+
+    async def _look_below(self) -> None:
+        """What is found out about the tiers once their indexes were read."""
+        await self._hierarchy.transfers.measure()
+        disks = [tier.stats() for tier in self._tiers if tier.name == "disk"]
+        more_bytes = sum(disk["books_bytes_max"] - disk["books_bytes"] for disk in disks)
+        on_hugetlb = self._arena.memory.backing.kind == "hugetlb"
+        pool_bytes = 0 if on_hugetlb else self._arena.size_bytes - self._arena.populated_bytes
+        room_bytes = read_machine().room_bytes - pool_bytes
+        if more_bytes > max(0, room_bytes):
+            log.warning(
+                "the books of a full disk will not fit into memory: lower --disk-bytes or --cpu-bytes",
+                books_bytes_more=more_bytes,
+                room_bytes=room_bytes,
+            )
 
     def _tell_ready(self) -> None:
         log.info(
@@ -439,7 +455,7 @@ async def _ended(task: asyncio.Task[None]) -> None:
     task.cancel()
     await asyncio.wait({task})
     if not task.cancelled() and (failure := task.exception()) is not None:
-        log.error("tiers were not measured", exc_info=failure)
+        log.error("what is below the pool was not looked at", exc_info=failure)
 
 
 def _progress_bar(total_bytes: int) -> Callable[[int], None]:

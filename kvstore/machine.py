@@ -29,11 +29,14 @@ class Machine:
 
     def pool_bytes_max(self, hugetlb: bool) -> int:
         """The largest pool that fits, with or without the reserved huge pages."""
-        rooms = [self.available_bytes]
-        if self.cgroup_room_bytes is not None:
-            rooms.append(self.cgroup_room_bytes)
         # A pool on hugetlb takes all its pages from there, a pool on ordinary memory none: never the sum of both.
-        return max(min(rooms) - OWN_BYTES, self.hugetlb_free_bytes if hugetlb else 0)
+        return max(self.room_bytes - OWN_BYTES, self.hugetlb_free_bytes if hugetlb else 0)
+
+    @property
+    def room_bytes(self) -> int:
+        """What this process can still take of ordinary memory."""
+        rooms = (self.available_bytes, self.cgroup_room_bytes)
+        return min(room for room in rooms if room is not None)
 
     def describe(self) -> str:
         """The figures in one phrase, for an error or a log line."""

@@ -49,6 +49,8 @@ def tier_stats(tier: DiskTier) -> dict[str, Any]:
         "charged_bytes": charged_bytes if room else 0,
         "waste_bytes": sum(slab.count * slab.extent_bytes for slab in books.slabs.values()) - books.payload_bytes,
         "index_bytes": index_bytes,
+        "books_bytes": books.memory_bytes,
+        "books_bytes_max": books.memory_bytes_max,
         "raw_bytes": room.raw_bytes if room else 0,
         "prewritten_bytes": room.prewritten_bytes if room else 0,
         "direct_io": medium.direct,

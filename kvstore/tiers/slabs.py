@@ -24,6 +24,9 @@ SLABS_MAX: Final = 256
 #: partly empty and writes a commit's pages beside the old ones, 1109 bytes; with names of vLLM's length 500
 #: (tests/disk/test_budget.py).
 INDEX_BYTES_PER_BLOCK: Final = 1280
+#: What these books take in memory for a block: 264 after a start, and up to 390 while blocks come and go, since a dict
+#: that has just grown is two thirds empty.
+MEMORY_BYTES_PER_BLOCK: Final = 390
 #: ... of it the recency file, twice while it is written anew.
 RECENCY_BYTES_PER_BLOCK: Final = 16
 #: What a slab takes beside its extents: the file system's own blocks.
@@ -156,6 +159,19 @@ class Books:
         #: Extents that are being read, and how often; freed ones of them wait for the last reader.
         self._reading: dict[tuple[int, int], int] = {}
         self._freed_while_read: set[tuple[int, int]] = set()
+
+    @property
+    def memory_bytes(self) -> int:
+        """About what all of this takes in memory now."""
+        return len(self.index) * MEMORY_BYTES_PER_BLOCK
+
+    @property
+    def memory_bytes_max(self) -> int:
+        """About what it takes once the budget is full of blocks as large as those that there is room for now; 0: nobody
+        knows, since there is none yet.
+        """
+        extents = sum(slab.extents for slab in self.slabs.values())
+        return self.budget_bytes * extents // self.charged_bytes * MEMORY_BYTES_PER_BLOCK if extents else 0
 
     # -- slabs -------------------------------------------------------------------------------------------------------
 
