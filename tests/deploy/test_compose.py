@@ -95,6 +95,35 @@ def test_every_path_of_the_file_is_there() -> None:
             assert build.get("target", "base") in re.findall(r" AS (\w+)", (ROOT / build["dockerfile"]).read_text())
 
 
+def test_images_run_as_a_user_who_owns_what_volumes_are_mounted_over() -> None:
+    """A fresh named volume gets the owner of that directory in the image, and root's where there is none."""
+    stages: dict[str, list[str]] = {}
+    text = re.sub(r"\\\n\s*", "", (DEPLOY / "Dockerfile").read_text())
+    for line in text.splitlines():
+        if begun := re.match(r"FROM (\S+)(?: AS (\w+))?$", line):
+            lines = stages[begun[2] or "last"] = list(stages.get(begun[1], []))
+        elif line and not line.startswith("#"):
+            lines.append(line)
+    assert stages.keys() == {"base", "vllm", "last"} and stages["last"] == stages["base"]
+    owned = {}
+    for name, lines in stages.items():
+        *_, user = (line.split()[1] for line in lines if line.startswith("USER "))
+        assert f"useradd --uid 10001 --create-home {user}" in "".join(lines)
+        made = re.findall(
+            rf"install --directory --owner={user} --group={user}(?: --mode=0700)?((?: /\S+)+)", "\n".join(lines)
+        )
+        owned[name] = {folder for folders in made for folder in folders.split()}
+    targets = {"kvstore": "base", "kvstore-vllm": "vllm"}
+    mounted = {
+        (targets[service["image"]], volume.split(":")[1])
+        for service in services().values()
+        for volume in service.get("volumes", [])
+        if service["image"] in targets
+    }
+    assert {target for target, _ in mounted} == {"base", "vllm"}
+    assert all(folder in owned[target] for target, folder in mounted), mounted
+
+
 def test_every_metric_of_the_dashboard_exists() -> None:
     labels = {family.shown_name: set(family.labels) for family in FAMILIES}
     dashboard = json.loads(DASHBOARD.read_text())
