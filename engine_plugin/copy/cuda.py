@@ -209,11 +209,8 @@ class CudaCopyEngine(CopyEngine):
                 address = registration.pool.address
                 self._mapped = self._runtime.device_pointer(address) == address
             # Before anything that the host can do while the bus is busy, of which this stream's state takes it longest.
-            run = None
-            if is_load and not layer_ends and not beside_compute:
-                size_bytes = self._one_run(lane, registration, fragments, known)
-                if size_bytes:
-                    run = self._begin_run(lane, registration, fragments, size_bytes)
+            whole = is_load and not layer_ends and not beside_compute
+            run = self._begin_run(lane, registration, fragments, known) if whole else None
             writing = torch.cuda.current_stream()
             # An event on an idle stream may come late all the same: streams share hardware queues, and this one's may
             # be full of a store under way.
@@ -275,24 +272,6 @@ class CudaCopyEngine(CopyEngine):
             self._queue_batch(lane, job, fast, lane.copies, is_load, threaded=len(fast) > _BATCH_PART)
         self._bytes[path] += size_bytes
 
-    def _one_run(self, lane: Lane, registration: Registration, fragments: Fragments, known: int) -> int:
-        """Bytes of a load that is of one run, such as a block, which one buffer holds, and goes that way; else 0."""
-        pool, size = fragments.pool, fragments.size
-        count = len(size)
-        if not count or lane.stage is None or self._path not in ("auto", "staged"):
-            return 0
-        start = pool.item(0)
-        size_bytes: int = pool.item(-1) + size.item(-1) - start
-        if not 0 < size_bytes <= lane.stage_bytes:
-            return 0
-        address = registration.pool.address
-        if not address <= start <= address + known - size_bytes:
-            return 0
-        if count > 1 and np.count_nonzero(pool[1:] - pool[:-1] != size[:-1]):
-            return 0
-        way = self._path_of(lane, size_bytes, count, size_bytes, beside_compute=False, is_load=True)
-        return size_bytes if way == "staged" else 0
-
     def _path_of(
         self, lane: Lane, size_bytes: int, count: int, mean_run: int, *, beside_compute: bool, is_load: bool
     ) -> str:
@@ -310,24 +289,54 @@ class CudaCopyEngine(CopyEngine):
         )
 
     def _begin_run(
-        self, lane: Lane, registration: Registration, fragments: Fragments, size_bytes: int
-    ) -> tuple[int, torch.cuda.Event, int]:
-        """Has one run copied into a buffer. Returns the buffer's number, an event before the copy, and the bytes."""
+        self, lane: Lane, registration: Registration, fragments: Fragments, known: int
+    ) -> tuple[int, torch.cuda.Event, int] | None:
+        """Has a load of one run, such as a block, that one buffer holds copied into a buffer.
+
+        Returns:
+            The buffer's number, an event at the beginning of the copy, and the bytes. None: the load is not of one run
+            or goes another way.
+        """
+        pool, size = fragments.pool, fragments.size
+        count = len(size)
+        if not count or lane.stage is None or self._path not in ("auto", "staged"):
+            return None
+        start = pool.item(0)
+        size_bytes: int = pool.item(-1) + size.item(-1) - start
+        if not 0 < size_bytes <= lane.stage_bytes:
+            return None
+        address = registration.pool.address
+        if not address <= start <= address + known - size_bytes:
+            return None
+        # Where the ends are as far apart as they would be, the rest is looked at while the bus is busy.
+        likely = count * size.item(0) == size_bytes
+        if not likely and len(runs.breaks_of(fragments)):
+            return None
+        if self._path_of(lane, size_bytes, count, size_bytes, beside_compute=False, is_load=True) != "staged":
+            return None
         lane.take_expected()
         buffer = lane.turn
         lane.turn = (buffer + 1) % lane.stages
-        start, stage = fragments.pool.item(0), lane.stage_address + buffer * lane.stage_bytes
-        stream = lane.copies.cuda_stream
-        self._runtime.wait(stream, lane.emptied[buffer])
-        started = lane.mark(lane.copies)
-        done = 0
-        while done < size_bytes:  # a copy must not span two registrations
-            room = self._chunk_bytes - (start + done - registration.pool.address) % self._chunk_bytes
-            step = min(room, size_bytes - done)
-            self._runtime.copy(stage + done, start + done, step, stream)
-            done += step
-        self._runtime.record(lane.filled[buffer], stream)
-        return buffer, started, size_bytes
+        stream, stage = lane.copies.cuda_stream, lane.stage_address + buffer * lane.stage_bytes
+        useful = False
+        try:
+            if lane.jobs:  # else every kernel that read a buffer is over, with its job
+                self._runtime.wait(stream, lane.emptied[buffer])
+            done = 0
+            while done < size_bytes:  # a copy must not span two registrations
+                room = self._chunk_bytes - (start + done - address) % self._chunk_bytes
+                step = min(room, size_bytes - done)
+                self._runtime.copy(stage + done, start + done, step, stream)
+                done += step
+            self._runtime.record(lane.filled[buffer], stream)
+            useful = not likely or not len(runs.breaks_of(fragments))
+        finally:
+            if not useful:  # no job is over only after this
+                lane.expected_read = mark(lane.copies)
+        if not useful:
+            return None
+        # On the other stream, where it says the same and nothing waits for it.
+        return buffer, lane.mark(lane.kernels), size_bytes
 
     def _end_run(
         self, lane: Lane, job: Job, fragments: Fragments, buffer: int, started: torch.cuda.Event, size_bytes: int
@@ -341,8 +350,8 @@ class CudaCopyEngine(CopyEngine):
         stream = lane.kernels.cuda_stream
         self._runtime.wait(stream, lane.filled[buffer])
         launch(0, len(pieces))
+        job.parts.append((started, lane.mark(lane.kernels)))  # first, as somebody may wait for it
         self._runtime.record(lane.emptied[buffer], stream)
-        job.parts.append((started, lane.mark(lane.kernels)))
         self._bytes["staged"] += size_bytes
 
     def _queue_staged(self, lane: Lane, job: Job, fragments: Fragments, breaks: np.ndarray, is_load: bool) -> None:

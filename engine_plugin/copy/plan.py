@@ -92,8 +92,11 @@ def _section(
     in_buffer = runs.before(here.size)
     begins = in_buffer[within[:-1]]
     # Addresses minus what is before the window: below zero for some, which arithmetic modulo 2^64 does not mind.
-    shift = np.uint64(buffers.address) + turns.astype(np.uint64) * np.uint64(buffers.size_bytes) - begins
-    in_buffer += np.repeat(shift, np.diff(within))
+    shift = turns.astype(np.uint64)
+    shift *= np.uint64(buffers.size_bytes)
+    shift += np.uint64(buffers.address)
+    shift -= begins
+    in_buffer += shift.repeat(within[1:] - within[:-1])
     pieces = runs.split(Fragments(here.kv, in_buffer, here.size), PIECE_BYTES)
     piece_bounds = within
     if len(pieces) != len(here):
@@ -101,10 +104,10 @@ def _section(
         piece_bounds = np.append(np.uint64(0), ends)[within]
     starts_run = np.zeros(len(here), bool)
     starts_run[within[:-1]] = True
-    starts_run[breaks[slice(*np.searchsorted(breaks, (start, stop)))] - start] = True
+    starts_run[breaks[slice(*breaks.searchsorted((start, stop)))] - start] = True
     first = starts_run.nonzero()[0]
     copies = runs.cut_at_borders(
         Fragments(in_buffer[first], here.pool[first], np.add.reduceat(here.size, first)), base, chunk_bytes
     )
-    copy_bounds = np.append(np.searchsorted(runs.before(copies.size), begins), len(copies))
-    return Section(turns.tolist(), pieces, piece_bounds.tolist(), copies, copy_bounds.tolist())
+    copy_bounds = [*runs.before(copies.size).searchsorted(begins).tolist(), len(copies)]
+    return Section(turns.tolist(), pieces, piece_bounds.tolist(), copies, copy_bounds)

@@ -201,3 +201,30 @@ def test_what_was_read_for_another_load_is_not_used(small: Any, seed: int) -> No
     assert used
     assert not any(rig.errors)
     engine.close()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_load_that_looks_like_one_run_and_is_none(small: Any, seed: int) -> None:
+    rig = Rig(sim_gpu.install(small, seed), seed, "auto", shape=(512, 8, 3))
+    engine, order = rig.engine, [0, 3, 3, 1, 5, 5, 1, 7]  # a place may be read twice
+    for _ in range(3):
+        rig.pool.bytes[:] = rig.bits.integers(0, 256, len(rig.pool.bytes), np.uint8)
+        blocks = rig.rng.sample(range(BLOCKS - 1), 6)
+        jobs = []
+        for block in blocks:
+            pieces = rig.fragments([block], [block + 1])
+            pieces = Fragments(*(np.sort(array) for array in (pieces.kv, pieces.pool, pieces.size)))
+            # From its places in the pool to others in KV memory: the first and the last stay.
+            jobs.append(engine.load(Fragments(pieces.kv, pieces.pool[order], pieces.size), rig.then))
+            assert engine._load.expected_read is not None
+        engine.wait(jobs)
+        for block in blocks:
+            pages = rig.pool.bytes[(block + 1) * rig.slot :][: rig.slot].reshape(8, 512)
+            kv = sorted(rig.kv, key=lambda tensor: tensor.ctypes.data)
+            assert all(np.array_equal(tensor[block], pages[page]) for tensor, page in zip(kv, order, strict=True))
+    engine.wait([engine.load(Fragments(pieces.kv, pieces.pool[order], pieces.size), rig.then)])
+    assert set(engine.stats().bytes_by_path) == {"kernel"}
+    engine.use_pool(None)
+    assert engine._load.expected_read._over(), "the pool is let go of while it is read"
+    engine.close()
+    assert not any(rig.errors)
