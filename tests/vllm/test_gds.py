@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from engine_plugin.copy import reads
 from tests.plugin.fakes import SLOT_BYTES, FakeDaemon
 from tests.plugin.host_reads import PlainFiles, host_reads
 from tests.vllm.scheduler_rig import BLOCK_TOKENS, SchedulerRig
@@ -229,6 +230,30 @@ def test_what_was_read_while_the_daemon_was_restarted_is_not_used(place: Place) 
         engine.step()
     assert engine.counts["load_failures/generation"] == 1
     assert not place.daemon.leased
+
+
+def test_a_disk_that_hangs_keeps_no_request_waiting(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt = place.stored(1, IN_POOL)
+    engine = place.engine(role="kv_consumer")
+    engine.answer("other", tokens(99))
+    files, place.wait = place.files[-1], False
+    files.go.clear()
+    engine.add("r", prompt)
+    for _ in range(8):
+        engine.step()
+    assert files.waited.wait(60) and place.daemon.leased and "r" in engine.alive()
+    with monkeypatch.context() as patch:
+        patch.setattr(reads, "HANGS_S", 0.0)
+        place.run(engine)
+    assert engine.failed_loads == 1 and not place.daemon.leased and engine.counts["hit_blocks"] == 2 * BLOCKS
+    assert engine.counts["gds_fallbacks/error"] == engine.counts["gds_fallbacks/hangs"] == 1
+    assert place.files[-1] is files and not files.closed  # it is still read into what they use
+    files.go.set()
+    for number in range(60):
+        engine.answer(f"other {number}", tokens(100 + number))
+        if files.closed:
+            break
+    assert place.files[-1] is not files  # another attempt
 
 
 @pytest.mark.parametrize(
