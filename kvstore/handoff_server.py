@@ -9,6 +9,7 @@ import os
 import socket
 import struct
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Final
 
 from kvstore.blocks import SESSION_ID_BYTES
@@ -19,6 +20,8 @@ _PEER: Final = struct.Struct("3i")
 #: How long a client that connected may take to say who it is.
 _HELLO_S: Final = 5.0
 _BACKLOG: Final = 128
+#: Of a process's flags, as the kernel counts them: it is ending.
+_PF_EXITING: Final = 4
 
 
 class HandoffServer:
@@ -127,10 +130,15 @@ class HandoffServer:
         return hello, pid
 
     async def _until_gone(self, lost: asyncio.Future[None], pid: int) -> None:
-        """Until the connection has ended or the process behind it has."""
+        """Until the connection has ended or the process behind it has. A process that is ending is waited for: its
+        descriptors are closed one after the other, and while its GPU's are not, that may still write into the pool.
+        """
         loop = asyncio.get_running_loop()
+        dead = asyncio.Event()
 
         def settle() -> None:
+            dead.set()
+            loop.remove_reader(pidfd)
             if not lost.done():
                 lost.set_result(None)
 
@@ -143,6 +151,8 @@ class HandoffServer:
             if pidfd >= 0:
                 loop.add_reader(pidfd, settle)
             await lost
+            if pidfd >= 0 and _is_ending(pid):
+                await dead.wait()
         finally:
             if pidfd >= 0:
                 loop.remove_reader(pidfd)
@@ -158,3 +168,13 @@ class HandoffServer:
             listener.close()
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
+
+
+def _is_ending(pid: int) -> bool:
+    """Whether a process is on its way out, or has gone."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return True
+    flags = int(stat.rpartition(b")")[2].split()[6])  # the ninth field; the second, a name, may hold anything
+    return bool(flags & _PF_EXITING)

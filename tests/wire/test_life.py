@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import platform
 import signal
 import socket
 import stat
@@ -22,6 +23,7 @@ import pytest
 import kvstore
 from kvstore.admin import AdminClient
 from kvstore.errors import AccessDenied, DaemonUnavailable, NoMapping, RetryLater, StaleGeneration
+from kvstore.handoff import SUFFIX
 from kvstore.testing import make_block
 from tests.support import PATIENCE_S, Daemon, child, clean_environ, eventually, line_of, running_daemon
 from tests.wire.conftest import NAMESPACE
@@ -67,6 +69,49 @@ def test_memory_that_a_client_may_have_pinned_is_not_the_pools_again_before_it_e
             assert 0 < most(late) < before
     with daemon.connect(large) as late:
         eventually(lambda: most(late) == before)
+
+
+#: Its first thread has ended, as in a process that is ending; another one ends the connection when it is told to.
+ENDING = """
+import contextlib, ctypes, os, socket, sys, threading
+import kvstore
+client = kvstore.connect(sys.argv[1], kvstore.Namespace(model="ending", dtype="x", block_size=1, block_bytes=65536))
+print(len(client.reserve(3).offsets))
+def rest():
+    sys.stdin.readline()
+    for fd in map(int, os.listdir("/proc/thread-self/fd")):
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as connection:
+            if connection.getpeername() == sys.argv[2]:
+                connection.shutdown(socket.SHUT_RDWR)
+    print("closed")
+    sys.stdin.readline()
+threading.Thread(target=rest).start()
+ctypes.CDLL(None).syscall(60, 0)
+"""
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the number of a system call")
+def test_a_process_that_is_ending_keeps_its_slots_until_it_has_ended(daemon: Daemon) -> None:
+    """Descriptors are closed one by one, and its GPU writes into the pool until the driver's is closed."""
+    with child(ENDING, daemon.endpoint, f"{daemon.socket}{SUFFIX}") as process:
+        assert line_of(process) == "3"
+        (session,) = daemon.stats()["sessions"]
+        assert session["reserved_slots"] == 3
+        assert process.stdin is not None
+        process.stdin.write("close\n")
+        process.stdin.flush()
+        assert line_of(process) == "closed"
+
+        def of(client: str) -> dict[str, int]:
+            sessions = daemon.stats()["sessions"]
+            return {each["id"]: each["reserved_slots"] for each in sessions if each["name"] == client}
+
+        with daemon.connect(NAMESPACE, client_name="later"):
+            assert of("later")
+        eventually(lambda: not of("later"))  # so the end of the other connection was seen before
+        assert of(session["name"])[session["id"]] == 3
+        process.kill()
+        eventually(lambda: not daemon.stats()["sessions"])
 
 
 def test_it_serves_before_its_pool_is_populated() -> None:
