@@ -54,14 +54,14 @@ def test_a_disk_whose_books_will_not_fit_is_warned_of_at_the_start(tmp_path: Pat
         with daemon.connect(NAMESPACE) as client:
             assert client.insert([b"a"], [make_block(b"a", BLOCK)]).wait(60).stored == 1
             eventually(lambda: daemon.stats()["tiers"][1]["blocks"] == 1, "it is copied down")
-        assert not said()  # nobody knows how large blocks are before there is one
         daemon.stop()
+        before = len(said())  # it may have been looked at when the block was there already
         daemon.start()
         eventually(lambda: "disk" in daemon.stats()["speeds"], "it was looked at")
         daemon.stop()
-        assert [line["level"] for line in said()] == ["warning"] * warned
+        assert [line["level"] for line in said()[before:]] == ["warning"] * warned
         if warned:
-            (line,) = said()
+            line = said()[-1]
             assert line["room_bytes"] <= room < line["books_bytes_more"] < 256 * MEMORY_BYTES_PER_BLOCK * 256
     finally:
         if daemon.process is not None and daemon.process.poll() is None:

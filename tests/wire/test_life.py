@@ -451,17 +451,19 @@ def test_a_call_that_was_not_answered_in_time_leaves_nothing_taken(daemon: Daemo
 
 def test_calls_that_a_hanging_daemon_leaves_unanswered_cost_one_thread(daemon: Daemon) -> None:
     """However long it hangs: each call is given up, and all of them by the same thread."""
-    with daemon.connect(NAMESPACE, timeout_s=1.0, wait=False) as client:
+    with daemon.connect(NAMESPACE, wait=False) as client:
         eventually(lambda: client.attached)
         put(client, b"a")
         keys = [b"%0128d" % index for index in range(2000)]  # more than a socket holds after a few calls
         daemon.signal(signal.SIGSTOP)
+        client._connection.timeout_s = 0.1  # it will not answer, however long one waits
         try:
             for _ in range(6):
                 with pytest.raises(kvstore.errors.DeadlineExceeded):
                     client.acquire([(0, [b"a", *keys])])
             assert sum(thread.name == "kvstore-forget" for thread in threading.enumerate()) == 1
         finally:
+            client._connection.timeout_s = PATIENCE_S
             daemon.signal(signal.SIGCONT)
         eventually(lambda: not any(thread.name == "kvstore-forget" for thread in threading.enumerate()))
         assert not daemon.stats()["pins"]
