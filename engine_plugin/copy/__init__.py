@@ -4,6 +4,11 @@
     cpu             KV memory on the host: one loop of memcpy without the interpreter lock
     cuda            KV memory on a GPU: registered pool, streams and events
     lanes           a direction's streams, buffers and jobs
+    plan            what of a job shares a buffer there             (no torch)
+    copies          copies that are queued in parts                 (no torch)
+    launches        the kernel as jobs use it
+    expected        what is read for a load before it comes
+    watched         stores that end though nobody looks             (no torch)
     registration    makes the pool known to the GPU, in the background
     paths           which way a batch goes, from measurements           (no torch)
     runs            array arithmetic on fragments                       (no torch)
