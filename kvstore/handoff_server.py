@@ -171,10 +171,10 @@ class HandoffServer:
 
 
 def _is_ending(pid: int) -> bool:
-    """Whether a process is on its way out, or has gone."""
+    """Whether a process is on its way out. Not where it is out already, or cannot be seen (hidepid)."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:
-        return True
+        return False
     flags = int(stat.rpartition(b")")[2].split()[6])  # the ninth field; the second, a name, may hold anything
     return bool(flags & _PF_EXITING)
