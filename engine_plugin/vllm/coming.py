@@ -88,6 +88,8 @@ class Query:
         runs: Lengths of the runs that the hashes consist of; empty: they are one.
         tokens: Tokens that need not be computed where all of them are there.
         whole: That is so only where all are there, since they are the end of a prefix; False: each is worth its part.
+        alone: Nothing else is to be done before its answer is in, which comes before slots are reserved for what is
+            missing: who stores that waits for them.
         wanted: False: nobody waits for the answer any more; written by who asked.
     """
 
@@ -105,6 +107,7 @@ class Query:
     runs: tuple[int, ...] = ()
     tokens: int = 0
     whole: bool = False
+    alone: bool = False
 
     def at_stake(self, pending: int) -> float:
         """Tokens that are computed if so many of its keys do not come."""

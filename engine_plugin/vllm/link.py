@@ -1,12 +1,12 @@
 """The scheduler's line to the daemon: one background thread, so that the scheduler thread never waits on anybody.
 
-The scheduler hands in work and collects results; every method but `close` returns at once. What the thread does in a
-turn, in this order, since loads go before stores at every queue:
+The scheduler hands in work and collects results; every method but `close` returns at once, and `take_slots` soon. What
+the thread does in a turn, in this order, since loads go before stores at every queue:
 
     flush       a reset of the engine's caches; nothing is promised until it has succeeded
     queries     one Acquire for all that the last step asked (hit and pin in one step), and a claim for each where
                 blocks are taken away; the slots that the misses will need are reserved before the answer is given, so
-                that the stores of the very next step find them
+                that the stores of the very next step find them (after it, where the engine waits for nothing else)
     coming      queries whose blocks are being brought up from disk are asked again when it is time
     commits     one call per store, in prefix order
     aborts      slots back, also those whose commit got no answer
@@ -167,7 +167,9 @@ class DaemonLink:
         self._broken_until = self._now() + BREAK_S
 
     def take_slots(self, count: int) -> Slots:
-        """Takes up to `count` empty slots from the stock; the thread tops it up behind."""
+        """Takes up to `count` empty slots from the stock, for which it waits a moment where they are on their way; the
+        thread tops it up behind.
+        """
         slots = self._stock.take(count)
         with self._lock:
             self._wake.notify()
@@ -444,10 +446,17 @@ class DaemonLink:
         return answers
 
     def _answer_with_slots(self, replies: list[Reply]) -> None:
-        """Answers, once the slots are reserved that the stores of what is missing will need."""
+        """Answers, once the slots are reserved that the stores of what is missing will need, or before, where nobody
+        else is kept waiting if a store has to wait for them.
+        """
         missing = sum(len(reply.query.hashes) - reply.available for reply in replies if not reply.problem)
         if missing:
             self._stock.announce(missing)
+            if all(reply.query.alone for reply in replies):
+                with self._stock.on_their_way():
+                    self._answer(replies)
+                    self._do_stock()
+                return
             self._do_stock()
         self._answer(replies)
 

@@ -294,8 +294,10 @@ class Lookups:
         self._replies_taken = False
         self.ask_now()
 
-    def ask_now(self) -> bool:
-        """Ships what the step has gathered so far: the answers can be had in this step. Says whether it ships any."""
+    def ask_now(self, *, alone: bool = False) -> bool:
+        """Ships what the step has gathered so far: the answers can be had in this step. Says whether it ships any. For
+        `alone` see Query.
+        """
         queries = []
         for req_id in self._gathering:
             request = self._requests.get(req_id)
@@ -319,6 +321,7 @@ class Lookups:
                 runs=runs_of(keys, self._windowed) if self._windowed is not None else (),
                 tokens=tokens,
                 whole=whole,
+                alone=alone,
             )
             request.phase, request.asked_step = _Phase.ASKED, self._steps
             self._by_query[request.query] = req_id

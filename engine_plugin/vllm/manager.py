@@ -56,8 +56,7 @@ assert (Verdict.HIT, Verdict.MISS, Verdict.RETRY) == (0, 1, 2)
 #: A request of which a step computes fewer tokens than this is decoding, with some tokens speculated perhaps.
 PREFILL_CHUNK_MIN: Final = 32
 #: How long the only request of an engine waits for its answer within the step that asks, which saves it another step
-#: and the pause that vLLM makes after one without tokens: 2 ms of a time to first token. Most answers take 1 ms, and 3
-#: where nothing is there, since slots are reserved before such an answer is given.
+#: and the pause that vLLM makes after one without tokens: 2 ms of a time to first token. Most answers take 1 ms.
 AT_ONCE_S: Final = 0.005
 #: Pause of a step that has nothing to compute while a load is under way, of whose end only another step learns. Not
 #: where the engine has paused by itself since the step before, as its loop does in a process of its own.
@@ -205,7 +204,7 @@ class KVStoreManager(OffloadingManager):
         """Whether it is worth asking again in this very step, after lookups that were to be asked again: where nobody
         else can be kept waiting, they go out at once, and the answer may be in after a moment.
         """
-        return len(self._alive) == 1 and self._lookups.ask_now() and self._link.wait_answer(AT_ONCE_S)
+        return len(self._alive) == 1 and self._lookups.ask_now(alone=True) and self._link.wait_answer(AT_ONCE_S)
 
     @guarded(lambda _self: False)
     def has_pending_work(self) -> bool:

@@ -1,15 +1,18 @@
 """Empty slots of the pool, held for the stores of the next steps. Knows nothing of vLLM, and makes no calls.
 
 A store must not wait for slots to be reserved. So a lookup announces what its misses will need, the link's thread
-reserves that much before the lookup is answered, and the store that follows finds it here.
+reserves that much before the lookup is answered, and the store that follows finds it here. Where nothing else is to be
+done before the answer is in, it comes first, and the store waits a moment for what is on its way: by then most of it is
+there.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Final
 
 import numpy as np
@@ -20,6 +23,8 @@ STOCK_IDLE_S: Final = 5.0
 STOCK_UNUSED_S: Final = 60.0
 #: Slots kept while the engine has requests, for blocks that no lookup announces (such as generated tokens).
 STOCK_BASE: Final = 4
+#: How long at most a store waits for slots that are on their way, once for each reservation.
+ON_THEIR_WAY_S: Final = 0.02
 #: A pool that is full or silent is asked again after this long, not in a loop.
 RETRY_S: Final = 0.5
 #: One that is being populated has more slots a moment later.
@@ -53,6 +58,8 @@ class SlotStock:
         self._most = most
         self._now = now
         self._lock = threading.Lock()
+        self._came = threading.Condition(self._lock)
+        self._on_their_way = False
         self._slots: deque[tuple[int, int]] = deque()  # (offset, epoch), all of _generation
         self._generation = b""
         self._announced = 0  # not taken so far
@@ -61,8 +68,11 @@ class SlotStock:
         self._retry_at = 0.0
 
     def take(self, count: int) -> Slots:
-        """Up to `count` slots."""
+        """Up to `count` slots. Waits for those that are on their way, for ON_THEIR_WAY_S at most."""
         with self._lock:
+            if self._on_their_way and len(self._slots) < count:
+                self._came.wait_for(lambda: not self._on_their_way, ON_THEIR_WAY_S)
+                self._on_their_way = False  # late ones are not waited for again
             self._used_at = self._now()
             self._announced = max(0, self._announced - count)
             return self._pop(min(count, len(self._slots)))
@@ -78,6 +88,18 @@ class SlotStock:
         with self._lock:
             self._used_at = self._now()
             self._announced = max(0, self._announced + count)
+
+    @contextlib.contextmanager
+    def on_their_way(self) -> Iterator[None]:
+        """While this lasts `take` waits for slots that it lacks."""
+        with self._lock:
+            self._on_their_way = True
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._on_their_way = False
+                self._came.notify_all()
 
     def settle(self, generation: bytes) -> None:
         """Forgets slots of another pool: it is gone."""

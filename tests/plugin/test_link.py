@@ -8,8 +8,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 
 import kvstore
+from engine_plugin.vllm import stock
 from engine_plugin.vllm.link import Commit, DaemonLink, Query
 from engine_plugin.vllm.stock import STOCK_BASE, Slots
 from tests.plugin.fakes import SLOT_BYTES, FakeClient, FakeDaemon, FakeLease
@@ -101,6 +103,61 @@ def test_an_engine_that_only_loads_reserves_nothing() -> None:
     assert not len(link.take_slots(4))
     link.close()
     assert "reserve" not in daemon.calls
+
+
+class SlowToReserve(FakeClient):
+    def __init__(self, daemon: FakeDaemon) -> None:
+        super().__init__(daemon)
+        self.entered, self.released = threading.Event(), threading.Event()
+
+    def reserve(self, count: int) -> Any:
+        self.entered.set()
+        assert self.released.wait(60)
+        return super().reserve(count)
+
+
+def test_the_answer_to_a_lone_question_comes_before_its_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stock, "ON_THEIR_WAY_S", 10)
+    client = SlowToReserve(FakeDaemon(32))
+    link = DaemonLink(client, stock_max=16)
+    link.set_busy(True)
+    link.ask([query(alone=True)])
+    assert link.wait_answer(10)
+    assert client.entered.wait(10)
+    waiting = threading.Timer(0.01, client.released.set)
+    waiting.start()
+    assert len(link.take_slots(len(KEYS))) == len(KEYS)
+    waiting.join()
+    link.close()
+
+
+def test_slots_that_are_late_are_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr(threading.Condition, "wait_for", lambda _self, _holds, timeout: waits.append(timeout))
+    client = SlowToReserve(FakeDaemon(32))
+    link = DaemonLink(client, stock_max=16)
+    link.set_busy(True)
+    link.ask([query(alone=True)])
+    assert link.wait_answer(10)
+    assert client.entered.wait(10)
+    assert [len(link.take_slots(4)) for _ in range(3)] == [0, 0, 0]
+    assert waits == [stock.ON_THEIR_WAY_S]
+    client.released.set()
+    link.close()
+
+
+def test_where_others_wait_too_slots_come_first() -> None:
+    client = SlowToReserve(FakeDaemon(32))
+    link = DaemonLink(client, stock_max=16)
+    link.set_busy(True)
+    link.ask([query(), query(alone=True)])
+    assert client.entered.wait(10)
+    assert not link.replies()
+    client.released.set()
+    assert link.wait_answer(10)
+    assert len(link.replies()) == 2
+    assert len(link.take_slots(len(KEYS))) == len(KEYS)
+    link.close()
 
 
 def test_nothing_waits_for_a_call_that_hangs() -> None:
