@@ -5,8 +5,8 @@ other (a block may be larger than what the engine calls one). There are three fo
 
     direct      rank by rank; in a rank's part the pages of its layers in order, as the rank holds them. Any engine, but
                 only engines of the same parallel shape understand each other.
-    single      one part, which every rank holds alike (MLA: one latent per token, not divided over heads). The first
-                rank writes, all of them read.
+    single      one part, which every rank holds alike (MLA: one latent per token, not divided over heads). Each rank
+                writes a share of the engine's KV blocks, all of them read everything.
     canonical   layer by layer, each page as a rank would hold it that had all heads. A rank writes and reads its heads
                 at their place in it, so that engines of any tensor-parallel degree that divides the heads understand
                 each other. Where ranks hold the same heads, they take turns writing.
@@ -103,8 +103,11 @@ class RankLayout:
     device: str
 
 
-def layout_of(kv_caches: CanonicalKVCaches, slot_format: SlotFormat, rank: int) -> RankLayout:
+def layout_of(kv_caches: CanonicalKVCaches, slot_format: SlotFormat, rank: int, ranks: int) -> RankLayout:
     """Reads the engine's KV memory.
+
+    Args:
+        ranks: How many there are.
 
     Raises:
         ConfigError: it lies on several devices or on one that is neither the host nor a CUDA GPU, or it is not as the
@@ -116,8 +119,9 @@ def layout_of(kv_caches: CanonicalKVCaches, slot_format: SlotFormat, rank: int) 
             f"kvstore: the KV cache lies on {', '.join(sorted(devices))}: host memory or one CUDA GPU works"
         )
     groups = []
+    writer = (ranks, rank) if slot_format.kind == SINGLE else (1, 0)
     for refs in kv_caches.group_data_refs:
-        pages, end = _pages_of(kv_caches, refs, slot_format.kind == CANONICAL)
+        pages, end = _pages_of(kv_caches, refs, writer if slot_format.kind != CANONICAL else None)
         if end > slot_format.kv_block_bytes:
             raise ConfigError(
                 f"kvstore: rank {rank} holds {end} bytes of a KV block and the scheduler counts "
@@ -133,15 +137,22 @@ def layout_of(kv_caches: CanonicalKVCaches, slot_format: SlotFormat, rank: int) 
     )
 
 
-def _pages_of(kv_caches: CanonicalKVCaches, refs: list[CanonicalKVCacheRef], canonical: bool) -> tuple[GroupPages, int]:
-    """Fragments of a group, layer after layer, and how many bytes of a part they reach over."""
+def _pages_of(
+    kv_caches: CanonicalKVCaches, refs: list[CanonicalKVCacheRef], writer: tuple[int, int] | None
+) -> tuple[GroupPages, int]:
+    """Fragments of a group, layer after layer, and how many bytes of a part they reach over.
+
+    Args:
+        writer: How many ranks hold the same pages, and this one's number among them; None: vLLM knows, fragment by
+            fragment, and where they lie in the canonical page.
+    """
     columns: list[tuple[int, int, int, int, int, int]] = []
     end = 0
     for ref in refs:
         tensor = kv_caches.tensors[ref.tensor_idx].tensor
         base, stride = tensor.data_ptr(), tensor.stride(0) * tensor.element_size()
-        if not canonical:
-            columns.append((base, stride, ref.page_size_bytes, end, 1, 0))
+        if writer is not None:
+            columns.append((base, stride, ref.page_size_bytes, end, *writer))
             end += ref.page_size_bytes
             continue
         mapping = ref.mapping

@@ -36,7 +36,7 @@ from engine_plugin.vllm.callers import engine_queue
 from engine_plugin.vllm.coming import NOTHING_EXPECTED, Expected
 from engine_plugin.vllm.direct import DirectLoads
 from engine_plugin.vllm.guard import guarded, limited_log, note_failure, nothing
-from engine_plugin.vllm.layout import SINGLE, SlotFormat
+from engine_plugin.vllm.layout import SlotFormat
 from engine_plugin.vllm.link import DaemonLink
 from engine_plugin.vllm.lookups import Lookups, Verdict
 from engine_plugin.vllm.messages import SlotSpec, WorkerReport, no_slots
@@ -153,7 +153,7 @@ class KVStoreManager(OffloadingManager):
         self._rest = Rest(link.wait_answer, engine_queue)
         self._stores = Stores(
             link,
-            workers=1 if slot_format.kind == SINGLE else workers,
+            workers=workers,
             known=self._known,
             ready_generation=self.ready_generation,
             ask_about=self._lookups.ask_about,

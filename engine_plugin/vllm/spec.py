@@ -25,7 +25,7 @@ from engine_plugin.vllm.announced import Announced
 from engine_plugin.vllm.autostart import ensure_daemon
 from engine_plugin.vllm.callers import locals_of_caller
 from engine_plugin.vllm.direct import DirectLoads, Opening
-from engine_plugin.vllm.layout import SINGLE, layout_of
+from engine_plugin.vllm.layout import layout_of
 from engine_plugin.vllm.link import DaemonLink
 from engine_plugin.vllm.manager import KVStoreManager
 from engine_plugin.vllm.naming import format_of, namespace_of, refuse_unsupported
@@ -94,7 +94,8 @@ class KVStoreSpec(OffloadingSpec):
             raise ConfigError(f"'kvstore.autostart' cannot start a daemon on another machine ({self._endpoint})")
         self.namespace = namespace_of(config, self._facts, self._settings.tenant)
         self._format = format_of(config, self._facts)
-        self.replicated_layout = self._format.kind == SINGLE  # vLLM then has the first rank store alone
+        # vLLM would have the first rank store alone what all of them hold alike.
+        self.replicated_layout = False
         self._manager: KVStoreManager | None = None
         self._worker: KVStoreWorker | None = None
 
@@ -141,7 +142,7 @@ class KVStoreSpec(OffloadingSpec):
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         if self._worker is None:
             rank = self.config.parallel.rank
-            layout = layout_of(kv_caches, self._format, rank)
+            layout = layout_of(kv_caches, self._format, rank, self.config.parallel.world_size)
             if rank == 0:
                 self._ensure_daemon()
             self._worker = KVStoreWorker(

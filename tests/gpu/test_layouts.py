@@ -84,7 +84,7 @@ def test_what_a_rank_stored_it_loads_into_other_blocks(engine: Any, layout: str,
     kv = kv_of(layout, page)
     held = kv[0].shape[1] if layout == "packed" else page
     slot = SlotFormat(DIRECT, 2, LAYERS * page, 2)
-    rank = layout_of(caches_of(kv, held), slot, 1)
+    rank = layout_of(caches_of(kv, held), slot, 1, 2)
     assert rank.device.startswith("cuda")
     before = [tensor[[3, 9, 4, 7]].clone() for tensor in kv]
     others = [tensor[[1, 2, 8]].clone() for tensor in kv]
@@ -112,7 +112,7 @@ def test_ranks_that_hold_the_same_take_turns_and_each_loads_all(engine: Any) -> 
         mapping = SimpleNamespace(
             parallelism_agnostic=True, runs=(one,), num_writers=2, writer_index=index, canonical_page_size_bytes=page
         )
-        layouts.append(layout_of(caches_of(kv, page, [mapping] * LAYERS), slot, index))
+        layouts.append(layout_of(caches_of(kv, page, [mapping] * LAYERS), slot, index, 2))
     stored = [run(engine, layout, [3, 9, 4, 7], [1, 6], is_load=False) for layout in layouts]
     assert sum(stored) == 4 * LAYERS * page
     assert all(stored)
@@ -144,7 +144,7 @@ def test_heads_of_two_ranks_make_the_page_of_one(engine: Any, layout: str, page:
         mapping = SimpleNamespace(
             parallelism_agnostic=True, runs=(heads,), num_writers=1, writer_index=0, canonical_page_size_bytes=PAGE
         )
-        return layout_of(caches_of(kv, part, [mapping] * LAYERS), slot, index)
+        return layout_of(caches_of(kv, part, [mapping] * LAYERS), slot, index, 2)
 
     halves = [
         [tensor.reshape(BLOCKS, times, 2, -1)[:, :, index].reshape(BLOCKS, -1).contiguous() for tensor in whole]

@@ -56,7 +56,7 @@ class Rank:
     def layout(self, kind: str) -> RankLayout:
         parts = self.degree if kind == DIRECT else 1
         slot_format = SlotFormat(kind, parts, KV_BLOCK_BYTES // parts, PER_SLOT)
-        return layout_of(self.caches(kind), slot_format, self.rank)
+        return layout_of(self.caches(kind), slot_format, self.rank, self.degree)
 
     def caches(self, kind: str) -> Any:
         """As vLLM registers them."""
@@ -181,9 +181,20 @@ def test_ranks_side_by_side(whole: np.ndarray) -> None:
     assert not rank.content()[:, target[0]].any()
 
 
-def test_what_all_ranks_hold_has_one_place(whole: np.ndarray) -> None:
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+def test_what_all_ranks_hold_has_one_place_and_is_written_once(ranks: int) -> None:
     slot_format = SlotFormat(SINGLE, 1, KV_BLOCK_BYTES, PER_SLOT)
     assert [slot_format.part_of(rank) for rank in range(3)] == [0, 0, 0]
+    held = Rank(0, 1)
+    layouts = [layout_of(held.caches(SINGLE), slot_format, rank, ranks) for rank in range(ranks)]
+    job = np.array([3, 5, 1, 8, 7, 2]), [6], [0], SLOTS
+    stores = [list(zip(*copies_of(layout, *job, is_load=False), strict=True)) for layout in layouts]
+    loads = [list(zip(*copies_of(layout, *job, is_load=True), strict=True)) for layout in layouts]
+    assert len(loads[0]) == 6 * LAYERS
+    assert all(load == loads[0] for load in loads)
+    together = [fragment for store in stores for fragment in store]
+    assert sorted(together) == sorted(loads[0])
+    assert sum(map(bool, stores)) == len({block % ranks for block in job[0].tolist()})
 
 
 def test_a_store_that_would_leave_a_hole_is_an_error() -> None:
@@ -203,4 +214,4 @@ def test_a_rank_that_holds_more_than_its_part_is_refused() -> None:
     rank = Rank(0, 1)
     rank.layout(DIRECT)
     with pytest.raises(ConfigError, match="this KV cache layout does not work"):
-        layout_of(rank.caches(DIRECT), slot_format, 0)
+        layout_of(rank.caches(DIRECT), slot_format, 0, 1)

@@ -35,7 +35,8 @@ class CpuTieringSpec(TieringOffloadingSpec):
             kv_bytes_per_chunk=self.kv_bytes_per_chunk,
             cpu_page_size=self.cpu_page_size_per_worker,
         )
-        return _Worker(layout_of(kv_caches, slot, config.parallel.rank), region, self.kv_bytes_per_chunk)
+        layout = layout_of(kv_caches, slot, config.parallel.rank, config.parallel.world_size)
+        return _Worker(layout, region, self.kv_bytes_per_chunk)
 
 
 class _Worker(OffloadingWorker):

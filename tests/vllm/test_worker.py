@@ -67,7 +67,7 @@ class Rig:
         )
         self.session = Session()
         self.worker = KVStoreWorker(
-            layout_of(self.caches, FORMAT, RANK),
+            layout_of(self.caches, FORMAT, RANK, RANKS),
             client=self.session,
             engine=CpuCopyEngine(2),
             rank=RANK,
@@ -341,4 +341,4 @@ def test_what_cannot_be_closed_keeps_nothing_else_open(rig: Rig, monkeypatch: py
 
 def test_another_layout_than_the_schedulers_is_refused(rig: Rig) -> None:
     with pytest.raises(ConfigError, match="this KV cache layout does not work"):
-        layout_of(rig.caches, SlotFormat(DIRECT, RANKS, BLOCK_BYTES - 1, BLOCKS_PER_SLOT), RANK)
+        layout_of(rig.caches, SlotFormat(DIRECT, RANKS, BLOCK_BYTES - 1, BLOCKS_PER_SLOT), RANK, RANKS)
