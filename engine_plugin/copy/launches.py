@@ -18,8 +18,8 @@ from engine_plugin.copy.lanes import Job, Lane
 Launch = Callable[[int, int], None]
 #: Fragments of a table that a kernel reads where it is, which takes a program two microseconds for each.
 _TABLE_READ_MAX: Final = 512
-#: Tables that every lane has from the beginning, by their columns. A load comes in up to three pieces, each of which
-#: begins with a short one.
+#: Tables that every lane has from the beginning, by their columns. A job is planned in a few sections, each of which
+#: has a table of its own, the first one a short one.
 _TABLES: Final = tuple(1 << bits for bits in range(9, 17) for _ in range(4 if bits < 11 else 2))
 
 
