@@ -116,14 +116,20 @@ class SlowToReserve(FakeClient):
         return super().reserve(count)
 
 
-def test_the_answer_to_a_lone_question_comes_before_its_slots(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stock, "ON_THEIR_WAY_S", 10)
+def answered_before_its_slots() -> tuple[DaemonLink, SlowToReserve]:
+    """A lone question has its answer, while the slots for what is missing are being reserved."""
     client = SlowToReserve(FakeDaemon(32))
     link = DaemonLink(client, stock_max=16)
     link.set_busy(True)
     link.ask([query(alone=True)])
     assert link.wait_answer(10)
     assert client.entered.wait(10)
+    return link, client
+
+
+def test_a_store_waits_for_slots_that_are_on_their_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stock, "ON_THEIR_WAY_S", 10)
+    link, client = answered_before_its_slots()
     waiting = threading.Timer(0.01, client.released.set)
     waiting.start()
     assert len(link.take_slots(len(KEYS))) == len(KEYS)
@@ -134,12 +140,7 @@ def test_the_answer_to_a_lone_question_comes_before_its_slots(monkeypatch: pytes
 def test_slots_that_are_late_are_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[float] = []
     monkeypatch.setattr(threading.Condition, "wait_for", lambda _self, _holds, timeout: waits.append(timeout))
-    client = SlowToReserve(FakeDaemon(32))
-    link = DaemonLink(client, stock_max=16)
-    link.set_busy(True)
-    link.ask([query(alone=True)])
-    assert link.wait_answer(10)
-    assert client.entered.wait(10)
+    link, client = answered_before_its_slots()
     assert [len(link.take_slots(4)) for _ in range(3)] == [0, 0, 0]
     assert waits == [stock.ON_THEIR_WAY_S]
     client.released.set()
