@@ -158,9 +158,11 @@ class CudaCopyEngine(CopyEngine):
     def expect_load(self, starts: np.ndarray, size_bytes: int) -> None:
         """See the contract. Fills the buffers, if they end where the load's own do."""
         self.expect_nothing()
-        registration = self._registration
+        registration, before = self._registration, self._load.expected_read
         if registration is None or self._path not in ("auto", "staged"):
             return
+        if before is not None and not before.query():
+            return  # a request that waits for memory is announced in each step: reads would pile up before its load
         with self._current():
             section = expected.filling(self._load, registration, starts, size_bytes, self._chunk_bytes)
             if section is None:

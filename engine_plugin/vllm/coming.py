@@ -89,7 +89,7 @@ class Query:
         tokens: Tokens that need not be computed where all of them are there.
         whole: That is so only where all are there, since they are the end of a prefix; False: each is worth its part.
         alone: Nothing else is to be done before its answer is in, which comes before slots are reserved for what is
-            missing: who stores that waits for them.
+            missing: who stores that waits for them. Not where blocks are on their way; written by the link then.
         wanted: False: nobody waits for the answer any more; written by who asked.
     """
 

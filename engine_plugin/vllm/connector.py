@@ -10,6 +10,7 @@ since vLLM has one policy for an engine.
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
@@ -266,12 +267,11 @@ class KVStoreConnector(OffloadingConnector):
         ended, more = worker.take_ended_loads()
         if ended:
             connector_output.finished_recving = ended | (connector_output.finished_recving or set())
-            if not self._computes:
-                from vllm.v1.engine import core  # loaded by whoever steps
-
-                pauses.skip_next(core)
         if more is not None:
             connector_output.kv_connector_worker_meta = more if meta is None else meta.aggregate(more)
+        # After what must not be lost if this fails.
+        if ended and not self._computes and (loop := sys.modules.get(pauses.LOOP)) is not None:
+            pauses.skip_next(loop)
 
     # -- front end -----------------------------------------------------------------------------------------------------
 

@@ -330,6 +330,7 @@ class DaemonLink:
             if lease is not None and (expected or patience_s > 0):
                 query.deadline = self._now() + query.silence_s
                 query.coming = True
+                query.alone = False  # others may come meanwhile, whose stores would wait
                 self._coming.append(self._begin_waiting(query, lease, patience_s, worth_s))
             elif lease is not None:
                 why = "slow" if query.wait else "not_allowed"

@@ -13,6 +13,8 @@ import time
 from types import ModuleType
 from typing import Any, Final
 
+#: Module of the loop. Who makes steps without it has not loaded it.
+LOOP: Final = "vllm.v1.engine.core"
 #: The loop's pause; whatever sleeps for longer does so for another reason.
 _PAUSE_MAX_S: Final = 0.001
 

@@ -70,10 +70,11 @@ def test_blocks_on_disk_are_asked_for_again_without_anybody_s_doing() -> None:
     for key in KEYS[2:]:
         daemon.evict(key)
     link = DaemonLink(client, stock_max=8)
-    asked = query()
+    asked = query(alone=True)
     link.ask([asked])
     wait_until(lambda: daemon.calls.count("acquire") >= 3)
     assert asked.coming
+    assert not asked.alone, "by the time of its answer others may store"
     assert not link.replies()
     for key in KEYS[2:]:
         daemon.come_up(key)

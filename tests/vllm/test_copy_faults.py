@@ -100,6 +100,22 @@ def test_an_expectation_that_fails_half_way_is_none(small: Any) -> None:
         rig.engine.close()
 
 
+def test_what_is_expected_over_and_over_does_not_pile_up(small: Any) -> None:
+    rig = Faulty(small, 0, "auto")
+    slots = random.Random(0).sample(range(BLOCKS), 12)
+    rig.expect(slots)
+    queued = len(rig.engine._runtime.copied)
+    assert queued
+    rig.expect(slots)
+    assert len(rig.engine._runtime.copied) == queued
+    rig.engine.wait([rig.begin(slots, slots, True)])
+    assert rig.same(slots, slots)
+    queued = len(rig.engine._runtime.copied)
+    rig.expect(slots)
+    assert len(rig.engine._runtime.copied) > queued
+    rig.engine.close()
+
+
 @pytest.mark.parametrize("steps", [0, 5, -1])
 def test_jobs_end_where_the_gpu_is_lost(small: Any, steps: int) -> None:
     rig = Faulty(small, 1, "auto")
