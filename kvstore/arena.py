@@ -381,6 +381,8 @@ class Arena:
         """Some retired granules come back as soon as the budget has room for them: large blocks need them again. Not
         while somebody may have pinned the memory that they had before.
         """
+        if self.committed_bytes + GRANULE_BYTES > self.budget_bytes:
+            return  # of a full pool this is asked again and again
         free = (index for index, had in sorted(self._retired.items()) if had.isdisjoint(self._holders))
         for index in itertools.islice(free, _TAKEN_BACK_MAX):
             if self.committed_bytes + GRANULE_BYTES > self.budget_bytes:
