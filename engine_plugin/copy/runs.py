@@ -35,8 +35,8 @@ def breaks_of(fragments: Fragments) -> np.ndarray:
     given: there is one run more.
     """
     pool = fragments.pool
-    follows: np.ndarray = pool[1:] - pool[:-1] != fragments.size[:-1]
-    return follows.nonzero()[0] + 1
+    apart: np.ndarray = pool[1:] - pool[:-1] != fragments.size[:-1]
+    return apart.nonzero()[0] + 1
 
 
 def before(size: np.ndarray) -> np.ndarray:
